@@ -1,0 +1,210 @@
+"""eval.py: how good is a system of agents on problems that it was not trained on?
+
+Part of the paper: its evaluation, with the statistics that its code gets wrong. Accuracy comes from the true answers
+alone; the coach's scores stand beside it. All intervals resample problems, not samples: the samples of one problem are
+not independent, and the paper's Fisher tests, which take them so, are too confident.
+
+What we leave out: significance tests, and evaluation during training beyond the start and the end of a run.
+
+    python eval.py --run runs/arithmetic            # the base model against the run's last checkpoint
+    python eval.py --run runs/arithmetic --json     # the same, and one JSON object as the last line
+"""
+import argparse
+import json
+import math
+import os
+import sys
+from collections import Counter
+
+import numpy as np
+
+import judge
+from agents import PIPELINES, InputError, Sandbox
+from model import load
+from rollout import Sampling, gather_records, make_jobs, run_episodes
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Statistics
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(samples, correct, k):
+    """Unbiased estimate of P(at least one of k samples is right), from `correct` right ones among `samples`.
+
+    1 - C(n-c, k) / C(n, k): the chance that k of the n drawn without replacement are not all wrong.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 0.0, 1.0)
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def majority(answers, right):
+    """Is the most frequent answer right? Votes are over the (normalised) answers, not over their correctness.
+
+    answers: one per sample, None where there was none, which is no vote; right: the set of right answers among them.
+    A tie counts in part.
+
+    >>> majority(["3", "4", "4", None], {"4"}), majority(["3", "4"], {"4"}), majority([None, None], set())
+    (1.0, 0.5, 0.0)
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    most = max(votes.values(), default=0)
+    leaders = [answer for answer, count in votes.items() if count == most]
+    return sum(answer in right for answer in leaders) / len(leaders) if leaders else 0.0
+
+
+def interval(per_problem, resamples=10_000):
+    """95% bootstrap interval of the mean over problems; per_problem [P] holds one mean for each problem.
+
+    The same resamples are drawn at every call, so two intervals on the same problems can be compared.
+    """
+    values = np.asarray(per_problem, dtype=float)
+    picks = np.random.RandomState(0).randint(len(values), size=(resamples, len(values)))
+    low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
+    return [float(low), float(high)]
+
+
+def by_problem(records):
+    """problem id -> the records of its samples. Results carry their problem's id; their order means nothing."""
+    groups = {}
+    for record in records:
+        groups.setdefault(record["problem"], []).append(record)
+    return groups
+
+
+def problem_accuracies(records):
+    """The share of right samples of each problem, in order of problem id."""
+    groups = by_problem(records)
+    return [np.mean([r["correct"] for r in groups[problem]]) for problem in sorted(groups)]
+
+
+def summarise_agent(records, name):
+    """One agent's numbers: mean score (None if no action has one), and shares or counts of its actions."""
+    actions = [a for r in records for a in r["actions"] if a["agent"] == name]
+    scores = [a["score"] for a in actions if a["score"] is not None]
+    count = max(1, len(actions))
+    return dict(
+        score=float(np.mean(scores)) if scores else None,
+        tokens=sum(a["tokens"] for a in actions) / count,
+        truncated=sum(a["truncated"] for a in actions) / count,
+        tool_calls=sum(a["status"] != "" for a in actions) / count,
+        failures=sum(a["failure"] is not None for a in actions),
+    )
+
+
+def summarise(records, names):
+    """The figures of one evaluation: accuracy (avg@k) with its interval, pass@k, majority vote, and every agent's."""
+    accuracies, groups = problem_accuracies(records), by_problem(records)
+    most = min(len(g) for g in groups.values())
+    passes = {}
+    for k in sorted({1, most}):
+        passes[str(k)] = float(np.mean([pass_at_k(len(g), sum(r["correct"] for r in g), k) for g in groups.values()]))
+    votes = [majority([r["answer"] for r in g], {r["answer"] for r in g if r["correct"]}) for g in groups.values()]
+    return dict(
+        accuracy=float(np.mean(accuracies)),
+        interval=interval(accuracies),
+        pass_at=passes,
+        majority=float(np.mean(votes)),
+        unfinished=sum(r["error"] != "" for r in records),
+        agents={name: summarise_agent(records, name) for name in names},
+    )
+
+
+def compare(base, trained):
+    """Accuracy of trained minus base with a 95% interval, paired: both on the same problems, resampled together."""
+    differences = np.subtract(problem_accuracies(trained), problem_accuracies(base))
+    return dict(accuracy=float(differences.mean()), interval=interval(differences))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, how, rank=0, world=1):
+    """Run the pipeline `samples` times on each problem; returns the records of all episodes, on every rank.
+
+    Base and trained model are drawn with the same uniforms if `how.stream` is the same, which pairs them.
+    """
+    episodes = make_jobs(problems, samples, rank, world)
+    run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how)
+    return gather_records(episodes)
+
+
+def print_summary(title, summary):
+    low, high = summary["interval"]
+    passes = ", ".join(f"pass@{k} {100 * p:.1f}%" for k, p in summary["pass_at"].items() if k != "1")
+    print(f"{title}: accuracy {100 * summary['accuracy']:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
+          f"{', ' + passes if passes else ''}, majority {100 * summary['majority']:.1f}%")  # fmt: skip
+    for name, a in summary["agents"].items():
+        score = "none" if a["score"] is None else f"{a['score']:.2f}"
+        print(f"    {name:<10} score {score:>5}   truncated {100 * a['truncated']:.1f}%   {a['tokens']:.1f} tokens")
+
+
+def read_run(folder):
+    """(config, folder of the base model or hub id, folder of the last checkpoint) of a run folder."""
+    try:
+        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+            config = json.load(f)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} is not a readable run folder: {error}") from None
+    try:
+        with open(os.path.join(folder, "latest"), encoding="utf-8") as f:
+            checkpoint = os.path.join(folder, f.read().strip())
+    except OSError:
+        raise InputError(f"{folder} has no complete checkpoint yet") from None
+    return config, config["model"] or os.path.join(folder, "base"), checkpoint
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Evaluate a run: its base model against its last checkpoint.")
+    parser.error = lambda message: sys.exit(print(f"eval.py: {message}", file=sys.stderr) or 2)
+    parser.add_argument("--run", required=True, help="folder that train.py wrote")
+    parser.add_argument("--problems", type=int, default=200, help="held-out problems")
+    parser.add_argument("--samples", type=int, default=2, help="samples of each problem")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the figures as a JSON object on the last line")
+    options = parser.parse_args(argv)
+    try:
+        figures = evaluate_run(options)
+    except InputError as error:
+        parser.error(str(error))
+    print_summary("base", figures["base"])
+    print_summary("trained", figures["trained"])
+    low, high = figures["difference"]["interval"]
+    print(f"difference: {100 * figures['difference']['accuracy']:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]")
+    if options.json:
+        print(json.dumps(figures))
+
+
+def evaluate_run(options):
+    """Both systems of a run on its held-out problems; returns the JSON object that --json prints."""
+    if options.problems < 1 or options.samples < 1 or not options.temperature >= 0:
+        raise InputError("--problems and --samples start at 1, --temperature at 0")
+    config, base, checkpoint = read_run(options.run)
+    pipeline = PIPELINES[config["pipeline"]]
+    problems = pipeline.problems("held-out")[: options.problems]
+    names = [agent.name for agent in pipeline.agents]
+    stream = ("eval", options.seed)
+    how = Sampling(stream, options.temperature, config["max_new_tokens"], config["max_context_tokens"])
+    records = {}
+    with Sandbox(config["sandbox"], timeout=config["sandbox_timeout"]) as sandbox:
+        for title in ("base", "trained"):
+            loaded = [load(base if title == "base" else os.path.join(checkpoint, name)) for name in names]
+            models = {name: network for name, (network, _) in zip(names, loaded)}
+            records[title] = evaluate(
+                pipeline, models, loaded[0][1], problems, options.samples, judge.rules, sandbox, how
+            )
+    return dict(
+        problems=len(problems),
+        samples=options.samples,
+        base=summarise(records["base"], names),
+        trained=summarise(records["trained"], names),
+        difference=compare(records["base"], records["trained"]),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""rollout.py: runs the agents of a pipeline on problems and records what they did.
+
+Part of the paper: data collection. For each agent in turn: sample one reply for all episodes in one batch, run the
+programs in the sandbox, hand the finished actions to the coach, which works in the background while the next agent
+generates. `Action` is the only thing that rollout, judge and train share: the record of what was sampled, under which
+ids, with which log-probabilities. Text is derived from it, for people, coaches and other agents.
+
+What we leave out: asynchronous training on old samples, and refilling the batch with new episodes as rows finish.
+
+Watch untrained agents at work:  python rollout.py
+"""
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch.distributed as dist
+
+import judge
+from agents import Problem, digest, extend, extract_program, handed_on, render
+from model import sample
+
+
+@dataclass
+class Action:
+    agent: str
+    turn: int  # 0 for the agent's first action in the episode
+    context_ids: list  # the exact ids that the reply was sampled under
+    ids: list  # the sampled ids, terminator included: what is trained
+    logprobs: list  # log pi_old of each, at the sampling temperature
+    truncated: bool  # the limit came before a terminator
+    text: str  # of ids, without special tokens
+    observation: str | None = None  # what its program answered; None if it ran none
+    status: str = ""  # how its program ended; "" if it ran none
+    verdict: judge.Verdict | judge.Failure | None = None
+
+
+@dataclass
+class Episode:
+    index: int  # its number among all episodes of the step, on all ranks
+    problem: Problem
+    sample: int  # 0.. among the episodes of the same problem
+    actions: list = field(default_factory=list)
+    error: str = ""  # why it ended early
+
+    @property
+    def answer(self):
+        """The normalised final answer, or None: what the last agent boxed, if the episode got that far."""
+        return judge.final_answer(self.actions[-1].text) if self.actions and not self.error else None
+
+    @property
+    def correct(self):
+        """Is that answer right? From the truth alone, never from the coach."""
+        return self.answer is not None and judge.grade_math(self.actions[-1].text, self.problem.answer)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. The uniforms of an action are a function of (stream, problem, sample, agent, turn) and no more."""
+
+    stream: tuple  # such as (run seed, step): other streams give other draws
+    temperature: float = 1.0
+    max_new_tokens: int = 32
+    max_context_tokens: int = 512
+    rows: int = 256  # contexts in one batch
+
+
+def uniforms(stream, problem_id, sample_index, agent, turn, count):
+    """One uniform number per token, in [0, 1), for one action.
+
+    Neither the rank, nor the batch, nor the order of work enters, so no two actions share a stream and no change of
+    hardware changes a draw. numpy guarantees RandomState's streams for ever.
+    """
+    seed = digest(stream, problem_id, sample_index, agent, turn)
+    return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).random_sample(count)
+
+
+def make_jobs(problems, samples, rank=0, world=1):
+    """This rank's share of all episodes of a step: new Episodes, dealt out in turn.
+
+    >>> [(e.index, e.problem, e.sample) for e in make_jobs(["p", "q"], 2, rank=1, world=2)]
+    [(1, 'p', 1), (3, 'q', 1)]
+    """
+    jobs = [Episode(i * samples + k, problem, k) for i, problem in enumerate(problems) for k in range(samples)]
+    return jobs[rank::world]
+
+
+def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how):
+    """Run the pipeline on new episodes, in place; returns them.
+
+    models: agent name -> Transformer; coach: function from Cases to verdicts; how: Sampling. When this returns, every
+    action has its verdict and no workspace is left.
+    """
+    workspaces = {}
+    programs = ThreadPoolExecutor(16)  # threads only wait: the sandbox runs one program per core
+    background = ThreadPoolExecutor(1)
+    verdicts = []  # (actions, future of their verdicts)
+    try:
+        if any(agent.uses_tools for agent in pipeline.agents):
+            workspaces = {episode.index: sandbox.make_workspace() for episode in episodes}
+        for agent in pipeline.agents:
+            acting = [e for e in episodes if not e.error]
+            for turn in range(agent.max_actions):
+                if turn:  # again, if the program failed
+                    acting = [e for e in acting if e.actions[-1].status not in ("", "ok")]
+                contexts = [next_context(pipeline, agent, e, turn, tokenizer, how) for e in acting]
+                acting, contexts = drop_too_long(acting, contexts, agent, how)
+                handed = [handed_on(pipeline, e.problem, e.actions) for e in acting]
+                reply(agent, turn, acting, contexts, models[agent.name], tokenizer, how)
+                if agent.uses_tools:
+                    list(programs.map(lambda e: run_program(pipeline, e, sandbox, workspaces[e.index]), acting))
+                cases = [make_case(pipeline, agent, e, h) for e, h in zip(acting, handed)]
+                verdicts.append(([e.actions[-1] for e in acting], background.submit(coach, cases)))
+        for actions, future in verdicts:
+            for action, verdict in zip(actions, future.result(), strict=True):
+                action.verdict = verdict
+    finally:
+        programs.shutdown(cancel_futures=True)
+        background.shutdown(cancel_futures=True)
+        for workspace in workspaces.values():
+            sandbox.remove_workspace(workspace)
+    return episodes
+
+
+def next_context(pipeline, agent, episode, turn, tokenizer, how):
+    """The ids under which the agent acts next: rendered for its first turn, extended from its last one afterwards."""
+    if turn:
+        last = episode.actions[-1]
+        return extend(tokenizer, last.context_ids, last.ids, last.observation)
+    values = handed_on(pipeline, episode.problem, episode.actions)
+    return render(tokenizer, agent, values | {"max_new_tokens": str(how.max_new_tokens)})
+
+
+def drop_too_long(episodes, contexts, agent, how):
+    """End the episodes whose next context is over the limit, saying so; cutting it would hide what the agent missed."""
+    for episode, context in zip(episodes, contexts):
+        if len(context) > how.max_context_tokens:
+            episode.error = f"{agent.name}'s context has {len(context)} tokens, over {how.max_context_tokens}"
+    pairs = [(e, c) for e, c in zip(episodes, contexts) if not e.error]
+    return [e for e, _ in pairs], [c for _, c in pairs]
+
+
+def reply(agent, turn, episodes, contexts, model, tokenizer, how):
+    """Sample the agent's reply in each episode and append it as an Action."""
+    for start in range(0, len(episodes), how.rows):
+        part = slice(start, start + how.rows)
+        draws = [
+            uniforms(how.stream, e.problem.id, e.sample, agent.name, turn, how.max_new_tokens) for e in episodes[part]
+        ]
+        completions = sample(model, contexts[part], draws, how.max_new_tokens, how.temperature)
+        for episode, context, c in zip(episodes[part], contexts[part], completions):
+            text = tokenizer.decode(c.ids, skip_special_tokens=True)
+            episode.actions.append(Action(agent.name, turn, context, c.ids, c.logprobs, c.truncated, text))
+
+
+def run_program(pipeline, episode, sandbox, workspace):
+    """Run the program in the episode's last reply, if it has one, and record what came of it."""
+    action = episode.actions[-1]
+    code = extract_program(action.text)
+    if code is not None:
+        result = sandbox.run(code, workspace)
+        action.status, action.observation = result.status, pipeline.show(result)
+
+
+def make_case(pipeline, agent, episode, handed):
+    """What the coach is shown of the episode's last action. The truth goes in only where the pipeline says so."""
+    action = episode.actions[-1]
+    text = handed_on(pipeline, episode.problem, [action])[agent.name]
+    correct = judge.grade_math(action.text, episode.problem.answer) if agent.coach_sees_truth else None
+    return judge.Case(episode.problem, agent, handed, text, action.observation, action.status, correct)
+
+
+def record(episode):
+    """An episode as a line of episodes.jsonl."""
+    actions = []
+    for a in episode.actions:
+        entry = dict(agent=a.agent, turn=a.turn, text=a.text, tokens=len(a.ids), truncated=a.truncated)
+        entry |= dict(observation=a.observation, status=a.status, score=None, reason=None, failure=None, opinion=None)
+        if isinstance(a.verdict, judge.Verdict):
+            entry |= dict(score=a.verdict.score, reason=a.verdict.reason, opinion=a.verdict.correct)
+        else:
+            entry |= dict(failure=f"{a.verdict.kind}: {a.verdict.detail}")
+        actions.append(entry)
+    return dict(
+        index=episode.index, problem=episode.problem.id, question=episode.problem.question, truth=episode.problem.answer,
+        sample=episode.sample, answer=episode.answer, correct=episode.correct, error=episode.error, actions=actions,
+    )  # fmt: skip
+
+
+def gather_records(episodes):
+    """The records of all ranks' episodes, in order of index, on every rank."""
+    records = [record(e) for e in episodes]
+    if dist.is_initialized():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, records)
+        records = [r for part in parts for r in part]
+    return sorted(records, key=lambda r: r["index"])
+
+
+if __name__ == "__main__":
+    import model
+    from agents import ARITHMETIC, Sandbox
+
+    network, tokenizer = model.tiny(ARITHMETIC.pieces)
+    episodes = make_jobs(ARITHMETIC.problems("train")[:2], samples=1)
+    with Sandbox() as sandbox:
+        models = {agent.name: network for agent in ARITHMETIC.agents}
+        run_episodes(ARITHMETIC, models, tokenizer, episodes, judge.rules, sandbox, Sampling(("demo",)))
+    for episode in episodes:
+        print(f"\n{episode.problem.question}")
+        for a in episode.actions:
+            print(f"  {a.agent}: {a.text!r} -> {a.verdict.score}, {a.verdict.reason}")

@@ -1,0 +1,929 @@
+"""train.py: MAPPA. Every agent learns, with its own weights, from the coach's scores of its own actions.
+
+For an action with sampled tokens y_1..y_T and coach score c, R = c / 10 and, with gamma = 1 and within the action only,
+
+    kl_t  = log pi_old(y_t) - log pi_ref(y_t)              k1 estimator, detached; ref = the agent's starting weights
+    r_t   = -beta kl_t + [t = T] R                         the KL penalty is part of the reward, not of the loss
+    G_t   = sum_{u >= t} r_u
+    A_t   = (G_t - mean) / std                             REINFORCE++: over all tokens of all actions of this agent
+    rho_t = pi_theta(y_t) / pi_old(y_t)
+    L     = - mean over actions, mean over tokens, of min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)
+
+One script, any number of processes: each samples and scores its share of the episodes; statistics and gradients are
+summed over all of them, so that the number of processes changes the speed and nothing else.
+
+    what                              CPU       GPU        why
+    weights for sampling and scoring  float32   bfloat16   every process holds those of all agents: sampling is local
+    logits, log-probabilities, loss   float32   float32
+    gradient sums over micro-batches  float32   float32
+    master weights, Adam moments      float32   float32    1/N per process; at lr 1e-6 a bfloat16 weight never moves
+
+What we leave out: critic, entropy bonus, KL in the loss, returns across turns or agents (as in the paper); tensor and
+pipeline parallelism. Where the official code differs from the paper we follow the paper, see README.
+
+    python train.py                                        # three tiny agents learn arithmetic on a laptop
+    python train.py --reward outcome                       # the control: everyone is paid for the final answer only
+    torchrun --standalone --nproc_per_node=8 train.py      # the same run on eight processes
+"""
+import argparse
+import contextlib
+import copy
+import inspect
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import typing
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+import judge
+import model
+from agents import PIPELINES, InputError, Sandbox, digest, extend, render
+from eval import evaluate, print_summary, summarise, summarise_agent
+from rollout import Sampling, gather_records, make_jobs, run_episodes
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration. Each field is an option of the command line, with its comment as help
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    preset: str = ""  # named set of defaults: arithmetic, mathchat; as --pipeline if that is given
+    pipeline: str = "arithmetic"  # which agents work on which kind of problem
+    model: str = ""  # Hugging Face folder or hub id that every agent starts from; empty: the embedded model
+    out: str = ""  # run folder; empty: runs/PIPELINE
+    resume: bool = False  # go on from the run folder's last checkpoint, with its config
+    seed: int = 0  # seed of everything: weights, order of problems, sampling
+    steps: int = 150  # rollouts; each is followed by one pass over it
+    problems: int = 32  # problems in a rollout
+    samples: int = 2  # episodes for each of them
+    train_batch: int = 64  # episodes for each optimizer step
+    reward: typing.Literal["process", "outcome", "mixed"] = "process"  # coach scores, final correctness, or their mean
+    advantage: typing.Literal["reinforce++", "grpo", "rloo"] = "reinforce++"  # see advantages()
+    share_weights: bool = False  # one set of weights for all agents, the control experiment
+    beta: float = 0.01  # weight of the KL penalty in the reward
+    clip: float = 0.2  # clipping range of the ratio
+    lr: float = 3e-4  # peak learning rate
+    lr_warmup: float = 0.03  # share of the optimizer steps in which it rises from 0
+    lr_final: float = 0.1  # share of it that the cosine ends at
+    adam_beta1: float = 0.9  # decay of the gradient mean
+    adam_beta2: float = 0.95  # decay of the squared gradient mean
+    adam_eps: float = 1e-8  # added to the root of the squared gradient mean
+    weight_decay: float = 0.0  # decoupled (AdamW)
+    max_grad_norm: float = 1.0  # gradients of one agent are scaled down to this global norm
+    temperature: float = 1.0  # of sampling, and so of scoring
+    max_new_tokens: int = 24  # generation limit of one action
+    max_context_tokens: int = 512  # an episode ends early if an agent's context gets longer
+    mask_truncated: bool = True  # leave actions that hit the generation limit out of the update
+    max_failures: float = 0.2  # stop if the coach fails on more than this share of a rollout's actions
+    sample_rows: int = 256  # contexts sampled in one batch, on each process
+    micro_batch_tokens: int = 8192  # padded tokens in one forward and backward pass; changes memory and speed only
+    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more time
+    warm_steps: int = 500  # supervised steps on half-wrong demonstrations that the embedded model starts from
+    warm_lr: float = 8e-3  # their peak learning rate
+    warm_batch: int = 64  # demonstrations in each
+    save_every: int = 50  # steps between checkpoints; the last step is always saved
+    eval_problems: int = 200  # held-out problems before and after training; 0: no evaluation
+    eval_samples: int = 2  # samples of each
+    sandbox: typing.Literal["landlock", "limits"] = "landlock"  # isolation of programs; limits is not safe
+    sandbox_timeout: float = 5.0  # seconds for one program
+    device: typing.Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
+    collective_timeout: float = 3600.0  # seconds until a process that waits for the others gives up
+
+
+PRESETS = {
+    "arithmetic": {},  # the defaults above
+    "mathchat": dict(  # the paper's numbers; 128 rollouts are 8 passes over 512 problems
+        pipeline="mathchat", steps=128, problems=32, samples=2, train_batch=16, lr=1e-6, max_new_tokens=4096,
+        max_context_tokens=24_576, sandbox_timeout=30.0, micro_batch_tokens=16_384, gradient_checkpointing=True,
+        save_every=32, sample_rows=64, warm_steps=0,
+    ),
+}  # fmt: skip
+
+# what may change when a run goes on: none of these changes a number
+FREE_ON_RESUME = {"resume", "out", "preset", "save_every", "micro_batch_tokens", "gradient_checkpointing",
+                  "sample_rows", "device", "collective_timeout"}  # fmt: skip
+
+
+class RunError(Exception):
+    """A run cannot go on, through no fault of its input. One sentence; everything has been saved."""
+
+
+def config_parser():
+    """An argparse parser with one option for each field of Config; only what was given appears in its result."""
+    parser = argparse.ArgumentParser(description="Train agents with MAPPA.", argument_default=argparse.SUPPRESS)
+    parser.error = lambda message: sys.exit(print(f"train.py: {message}", file=sys.stderr) or 2)
+    comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Config), re.MULTILINE))
+    for f in fields(Config):
+        option, comment = "--" + f.name.replace("_", "-"), f"{comments[f.name]} (default: {f.default})".replace("%", "%%")
+        if f.type is bool:
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, help=comment)
+        elif typing.get_origin(f.type) is typing.Literal:
+            parser.add_argument(option, choices=typing.get_args(f.type), help=comment)
+        else:
+            parser.add_argument(option, type=f.type, metavar=f.type.__name__.upper(), help=comment)
+    return parser
+
+
+def read_config(argv):
+    """The Config of a command line: the options given, over the preset's values (or the saved run's), over defaults."""
+    given = vars(config_parser().parse_args(argv))
+    preset = given.get("preset") or given.get("pipeline", "arithmetic")
+    if preset not in PRESETS:
+        raise InputError(f"there is no preset or pipeline {preset!r}; known are {', '.join(PRESETS)}")
+    config = Config(**{**PRESETS[preset], **given, "preset": preset})
+    if config.pipeline not in PIPELINES:
+        raise InputError(f"there is no pipeline {config.pipeline!r}; known are {', '.join(PIPELINES)}")
+    config.out = config.out or os.path.join("runs", config.pipeline)
+    if config.resume:
+        config = saved_config(config.out, given)
+    check_config(config)
+    return config
+
+
+def saved_config(out, given):
+    """The config of the run in `out`, with the free options given now; any other one must be as it was."""
+    path = os.path.join(out, "config.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            saved = Config(**json.load(f))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{out} holds no run to resume: {path} cannot be used ({error})") from None
+    for name, now in given.items():
+        if name in FREE_ON_RESUME:
+            setattr(saved, name, now)
+        elif now != getattr(saved, name):
+            was, option = getattr(saved, name), "--" + name.replace("_", "-")
+            raise InputError(f"{out} was started with {option} {was}, which cannot become {now} on --resume")
+    saved.resume = True
+    return saved
+
+
+def check_config(c):
+    """Raise InputError for values that make no sense, before anything slow has started."""
+    for name in ("steps", "problems", "samples", "train_batch", "max_new_tokens", "max_context_tokens", "sample_rows",
+                 "micro_batch_tokens", "save_every", "eval_samples", "sandbox_timeout", "collective_timeout",
+                 "lr", "max_grad_norm", "temperature", "warm_lr", "warm_batch"):  # fmt: skip
+        if not 0 < getattr(c, name) < math.inf:
+            raise InputError(f"--{name.replace('_', '-')} must be over 0, not {getattr(c, name)}")
+    for name in ("beta", "clip", "weight_decay", "warm_steps", "eval_problems"):
+        if not 0 <= getattr(c, name) < math.inf:
+            raise InputError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(c, name)}")
+    for name in ("lr_warmup", "lr_final", "max_failures"):
+        if not 0 <= getattr(c, name) <= 1:
+            raise InputError(f"--{name.replace('_', '-')} must lie in 0 to 1, not {getattr(c, name)}")
+    pipeline = PIPELINES[c.pipeline]
+    if not c.model and not pipeline.pieces:
+        raise InputError(f"the {c.pipeline} pipeline needs a pretrained model: give --model FOLDER_OR_ID")
+    if pipeline.problems is None:
+        raise InputError(f"the {c.pipeline} pipeline cannot be trained yet: it needs problem files and an API coach")
+    if c.advantage != "reinforce++" and c.samples < 2:
+        raise InputError(f"--advantage {c.advantage} compares samples of a problem: give --samples 2 or more")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes. Every process calls the same collectives in the same order, whatever its data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def start_processes(config):
+    """Join the processes that torchrun started, if it did; returns (rank, world, device)."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda was asked for, but there is no usable GPU")
+    gpu = config.device != "cpu" and torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if gpu and local >= torch.cuda.device_count():
+        raise InputError(f"process {local} has no GPU: this machine has {torch.cuda.device_count()}")
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1, device
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=config.collective_timeout))
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def all_reduce(tensor, op=dist.ReduceOp.SUM):
+    """Sum (or another reduction) of a tensor over all processes, in place; returns it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op)
+    return tensor
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+# torch 2.13 renamed these two
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards and advantages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """One action, as the update sees it. T = number of its tokens."""
+
+    action: object  # rollout.Action
+    group: tuple  # (problem id, agent, turn): what GRPO compares
+    batch: int  # which of the rollout's optimizer steps it belongs to
+    reward: float  # R, in [0, 1]
+    weight: float  # 1.0, or 0.0: left out of statistics and loss alike
+    kl: torch.Tensor = None  # [T] log pi_old - log pi_ref
+    advantage: torch.Tensor = None  # [T]
+
+
+def reward_of(action, correct, kind):
+    """R in [0, 1] of one action, or None if its verdict failed.
+
+    The one place where the coach's 0-10 is scaled. process: c / 10; outcome: 1 if the episode's final answer is right;
+    mixed: the mean of the two.
+    """
+    if kind == "outcome":
+        return float(correct)
+    if isinstance(action.verdict, judge.Failure):
+        return None
+    score = action.verdict.score / 10
+    assert 0 <= score <= 1, f"a coach gave {action.verdict.score}"  # NaN fails this too
+    return score if kind == "process" else (score + float(correct)) / 2
+
+
+def make_samples(episodes, config):
+    """A Sample for every action of this process's episodes."""
+    samples = []
+    for e in episodes:
+        for a in e.actions:
+            reward = reward_of(a, e.correct, config.reward)
+            kept = reward is not None and not (a.truncated and config.mask_truncated)
+            group, batch = (e.problem.id, a.agent, a.turn), e.index // config.train_batch
+            samples.append(Sample(a, group, batch, reward or 0.0, float(kept)))
+    return samples
+
+
+def returns_to_go(kl, reward, beta):
+    """G_t = sum_{u >= t} (-beta kl_u) + reward, for kl [T].
+
+    >>> returns_to_go(torch.tensor([1.0, -2.0, 3.0]), 0.5, beta=0.1)
+    tensor([0.3000, 0.4000, 0.2000])
+    """
+    r = -beta * kl
+    r[-1] += reward
+    return r.flip(0).cumsum(0).flip(0)
+
+
+def whiten(values):
+    """(values - mean) / std over all tokens of all processes' tensors; zeros if they hardly differ.
+
+    values: list of [T] tensors, possibly empty. NOTE: a spread below 1e-4 (rewards lie in [0, 1]) is float noise:
+    dividing by it would make large advantages out of nothing.
+    """
+    flat = torch.cat([*values, torch.zeros(0)]).double()
+    count, total = all_reduce(torch.tensor([len(flat), flat.sum()], dtype=torch.float64)).tolist()
+    mean = total / max(count, 1)
+    squares = all_reduce((flat - mean).square().sum()).item()
+    std = math.sqrt(squares / max(count, 1))
+    scale = 1 / std if std > 1e-4 else 0.0
+    return [((v.double() - mean) * scale).float() for v in values]
+
+
+def group_baseline(samples, kind):
+    """The rewards of samples with weight, compared within their group over all processes.
+
+    grpo: (R - mean) / std, 0 where the group hardly differs; rloo: R - mean of the others; both 0 in a group of one.
+    """
+    mine = [(s.group, s.reward) for s in samples]
+    parts = [mine]
+    if dist.is_initialized():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+    groups = {}
+    for group, reward in (pair for part in parts for pair in part):
+        groups.setdefault(group, []).append(reward)
+    compared = []
+    for group, reward in mine:
+        rewards = groups[group]
+        mean, n = sum(rewards) / len(rewards), len(rewards)
+        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / n)
+        if std < 1e-4:
+            compared.append(0.0)
+        else:
+            compared.append((reward - mean) / std if kind == "grpo" else (reward - mean) * n / (n - 1))
+    return compared
+
+
+def set_advantages(samples, config):
+    """Fill in the advantages of one agent's samples (this process's share of them).
+
+    reinforce++: returns-to-go, whitened once, over all tokens, over all processes, never across agents.
+    grpo, rloo: the score is compared within its group; the KL penalty is added as it is. Mind that MAPPA's later agents
+    see different inputs in every sample of a group, which is why the paper prefers reinforce++.
+    """
+    used = [s for s in samples if s.weight]
+    if config.advantage == "reinforce++":
+        rewards = [s.reward for s in used]
+    else:
+        rewards = group_baseline(used, config.advantage)
+    returns = [returns_to_go(s.kl, reward, config.beta) for s, reward in zip(used, rewards)]
+    if config.advantage == "reinforce++":
+        returns = whiten(returns)
+    for s, advantage in zip(used, returns):
+        s.advantage = advantage
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def policy_loss(logprobs, old, advantages, weights, clip):
+    """Sum over tokens of weight * -min(rho A, clip(rho, 1 - clip, 1 + clip) A). All arguments [N] but the last.
+
+    With weights 1 / (actions * tokens of the action) over ALL actions of an optimizer step, on all processes, this is
+    the mean over actions of the mean over tokens, however the actions are split. Returns (loss, ratio [N] detached).
+    """
+    ratio = (logprobs - old).exp()
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    # where, not a product alone: 0 * nan is nan
+    return -torch.where(weights > 0, weights * objective, 0.0).sum(), ratio.detach()
+
+
+def pack(samples, budget):
+    """Split samples into micro-batches of at most `budget` padded tokens, alike lengths together.
+
+    A sample that is longer than the budget gets a micro-batch of its own.
+    """
+    size = [len(s.action.context_ids) + len(s.action.ids) for s in samples]
+    batches = []
+    for i in sorted(range(len(samples)), key=lambda i: -size[i]):
+        # sorted: the first of a batch is its longest, which all others are padded to
+        if batches and (len(batches[-1]) + 1) * size[batches[-1][0]] <= budget:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return [[samples[i] for i in batch] for batch in batches]
+
+
+def score(network, samples, temperature):
+    """log-probabilities and entropies [N] of the samples' tokens, one after another."""
+    contexts, ids = [s.action.context_ids for s in samples], [s.action.ids for s in samples]
+    return model.token_logprobs(network, contexts, ids, temperature)
+
+
+@torch.no_grad()
+def set_kl(samples, reference, config):
+    """Fill in kl_t of every sample, from the reference's log-probabilities."""
+    for micro in pack(samples, config.micro_batch_tokens):
+        logprobs, _ = score(reference, micro, config.temperature)
+        for s, part in zip(micro, logprobs.cpu().split([len(s.action.ids) for s in micro])):
+            s.kl = torch.tensor(s.action.logprobs) - part
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer: AdamW, sharded over the processes (ZeRO stage 1), with float32 master weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class ShardedAdamW:
+    """AdamW for one agent's network. With N processes, each holds and updates 1/N of the float32 master weights:
+
+        gradient sums --reduce-scatter--> my shard's gradient --AdamW--> my shard --all-gather--> everybody's weights
+
+    All weights lie in one flat buffer of the network's own dtype, of which its parameters become views. NOTE: backward
+    contains no collective, each optimizer step exactly three: processes may have any number of micro-batches, or none.
+    """
+
+    def __init__(self, network, config, rank, world):
+        parameters = list(network.parameters())
+        self.config, self.rank, self.world = config, rank, world
+        self.size = sum(p.numel() for p in parameters)
+        self.shard_size = -(-self.size // world)  # rounded up; the last shard is padded with zeros
+        first = parameters[0]
+        self.flat = torch.zeros(self.shard_size * world, dtype=first.dtype, device=first.device)
+        self.gradient = None  # [flat] float32 while micro-batches are summed
+        start = 0
+        for p in parameters:
+            view = self.flat[start : start + p.numel()].view_as(p)
+            view.copy_(p.detach())
+            p.data = view
+            p.register_post_accumulate_grad_hook(lambda p, at=slice(start, start + p.numel()): self.take(p, at))
+            start += p.numel()
+        if dist.is_initialized():
+            dist.broadcast(self.flat, 0)
+        self.master = self.my_shard(self.flat).float().clone()
+        self.mean, self.square = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.updates = 0
+
+    def my_shard(self, flat):
+        return flat[self.rank * self.shard_size : (self.rank + 1) * self.shard_size]
+
+    def take(self, p, at):
+        """Called when backward has made a parameter's gradient: add it to the float32 sums, and free it."""
+        self.gradient[at] += p.grad.reshape(-1)
+        p.grad = None
+
+    def zero_grad(self):
+        self.gradient = torch.zeros_like(self.flat, dtype=torch.float32)
+
+    def step(self, lr):
+        """One AdamW step with the summed gradients; returns their global norm before clipping.
+
+        m = b1 m + (1-b1) g,  v = b2 v + (1-b2) g^2,  w = w - lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w)
+
+        Raises RunError, on every process, if a gradient is not finite; the weights are then untouched.
+        """
+        c, g = self.config, self.gradient
+        if self.world > 1:
+            g = torch.empty_like(self.master)
+            reduce_scatter(g, self.gradient)
+        self.gradient = None
+        norm = math.sqrt(all_reduce(g.double().square().sum()).item())
+        if not math.isfinite(norm):
+            raise RunError("a gradient is not finite")
+        g = g * min(1.0, c.max_grad_norm / (norm + 1e-6))
+        self.updates += 1
+        self.mean.lerp_(g, 1 - c.adam_beta1)
+        self.square.mul_(c.adam_beta2).addcmul_(g, g, value=1 - c.adam_beta2)
+        mean = self.mean / (1 - c.adam_beta1**self.updates)
+        root = (self.square / (1 - c.adam_beta2**self.updates)).sqrt()
+        self.master -= lr * (mean / (root + c.adam_eps) + c.weight_decay * self.master)
+        self.publish()
+        return norm
+
+    def publish(self):
+        """Write the master weights, rounded to the network's dtype, into every process's network."""
+        shard = self.master.to(self.flat.dtype)
+        if self.world > 1:
+            all_gather(self.flat, shard)
+        else:
+            self.flat.copy_(shard)
+
+    def shards(self):
+        return {"master": self.master, "mean": self.mean, "square": self.square}
+
+    def save(self, path):
+        """Write this process's shard to PATH-RANK-of-WORLD.safetensors."""
+        file = f"{path}-{self.rank}-of-{self.world}.safetensors"
+        save_file({k: v.cpu() for k, v in self.shards().items()}, file, metadata={"updates": str(self.updates)})
+
+    def load(self, path, old_world):
+        """Read this process's shard from the files that old_world processes wrote; their number may differ."""
+        old_size = -(-self.size // old_world)
+        mine = range(self.rank * self.shard_size, min((self.rank + 1) * self.shard_size, self.size))
+        for old_rank in range(old_world):
+            theirs = range(old_rank * old_size, min((old_rank + 1) * old_size, self.size))
+            a, b = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+            with safe_open(f"{path}-{old_rank}-of-{old_world}.safetensors", framework="pt") as f:
+                self.updates = int(f.metadata()["updates"])
+                for name, tensor in self.shards().items() if a < b else ():
+                    part = f.get_slice(name)[a - theirs.start : b - theirs.start]
+                    tensor[a - mine.start : b - mine.start] = part.to(tensor.device)
+        self.publish()
+
+
+def learning_rate(update, updates, config):
+    """lr of optimizer step `update` = 0.. of `updates`: linear warm-up, then a cosine down to lr * lr_final, and no more.
+
+    >>> c = Config(lr=1.0, lr_warmup=0.2, lr_final=0.1)
+    >>> [round(learning_rate(u, 10, c), 3) for u in (0, 1, 2, 6, 10, 15)]
+    [0.5, 1.0, 1.0, 0.55, 0.1, 0.1]
+    """
+    warmup = round(config.lr_warmup * updates)
+    if update < warmup:
+        return config.lr * (update + 1) / warmup
+    progress = min(1.0, (update - warmup) / max(1, updates - warmup))  # clamped: an unclamped cosine climbs again
+    return config.lr * (config.lr_final + (1 - config.lr_final) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One update of one set of weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Policy:
+    """One set of weights and the agents that use it: one agent, or all of them with --share-weights."""
+
+    agents: tuple  # of names
+    network: model.Transformer
+    optimizer: ShardedAdamW
+
+
+class Tally:
+    """Sums and maxima that one agent's tokens leave behind during an update, reduced over all processes at its end."""
+
+    def __init__(self):
+        self.sums = dict.fromkeys(["tokens", "kl", "trained", "entropy", "clipped"], 0.0)
+        self.maxima = dict(ratio=0.0, mismatch=0.0)
+
+    def reduce(self):
+        sums = all_reduce(torch.tensor(list(self.sums.values()), dtype=torch.float64)).tolist()
+        maxima = all_reduce(torch.tensor(list(self.maxima.values())), dist.ReduceOp.MAX).tolist()
+        n = dict(zip(self.sums, sums))
+        tokens, trained = max(n["tokens"], 1), max(n["trained"], 1)
+        return dict(
+            kl=n["kl"] / tokens, entropy=n["entropy"] / trained, clip_fraction=n["clipped"] / trained,
+            ratio_max=maxima[0], mismatch=maxima[1],
+        )  # fmt: skip
+
+
+def update(policy, reference, samples, step, config):
+    """All optimizer steps of a policy for one rollout; returns agent -> metrics.
+
+    samples: this process's Samples of the policy's agents. Every process must call this, also without samples.
+    """
+    tallies = {name: Tally() for name in policy.agents}
+    set_kl(samples, reference, config)
+    for name in policy.agents:
+        own = [s for s in samples if s.action.agent == name]
+        set_advantages(own, config)
+        tallies[name].sums["tokens"] = sum(len(s.kl) for s in own)
+        tallies[name].sums["kl"] = sum(s.kl.double().sum().item() for s in own)
+
+    batches = -(-config.problems * config.samples // config.train_batch)
+    # one denominator: the actions of each optimizer step, on all processes, known before any backward pass
+    actions = torch.zeros(batches)
+    for s in samples:
+        actions[s.batch] += s.weight
+    actions = all_reduce(actions).tolist()
+    norms, lr = [], 0.0
+    for batch in range(batches):
+        lr = learning_rate(step * batches + batch, config.steps * batches, config)
+        if actions[batch]:  # all processes agree; without this, Adam would move on old gradients alone
+            mine = [s for s in samples if s.batch == batch and s.weight]
+            accumulate(policy, mine, actions[batch], tallies, batch == 0, config)
+            norms.append(policy.optimizer.step(lr))
+    metrics = {name: tally.reduce() for name, tally in tallies.items()}
+    return {name: m | dict(grad_norm=max(norms, default=0.0), lr=lr) for name, m in metrics.items()}
+
+
+def accumulate(policy, samples, actions, tallies, fresh, config):
+    """Sum the gradients of one optimizer step's loss over micro-batches, and tally what they show.
+
+    actions: how many actions the step has on all processes. fresh: no weight has moved since sampling, so the ratio
+    must be 1 up to float error; what is seen of the difference is reported as `mismatch`.
+    """
+    policy.optimizer.zero_grad()
+    for micro in pack(samples, config.micro_batch_tokens):
+        device, lengths = policy.network.device, [len(s.action.ids) for s in micro]
+        old = torch.tensor([x for s in micro for x in s.action.logprobs], device=device)
+        advantages = torch.cat([s.advantage for s in micro]).to(device)
+        weights = torch.tensor([1 / (actions * n) for n in lengths for _ in range(n)], device=device)
+        logprobs, entropies = score(policy.network, micro, config.temperature)
+        loss, ratio = policy_loss(logprobs, old, advantages, weights, config.clip)
+        loss.backward()
+        difference = (logprobs.detach() - old).abs()
+        for s, r, h, d in zip(micro, ratio.split(lengths), entropies.split(lengths), difference.split(lengths)):
+            tally = tallies[s.action.agent]
+            tally.sums["trained"] += len(r)
+            tally.sums["entropy"] += h.sum().item()
+            tally.sums["clipped"] += ((r - 1).abs() > config.clip).sum().item()
+            tally.maxima["ratio"] = max(tally.maxima["ratio"], r.max().item())
+            if fresh:
+                tally.maxima["mismatch"] = max(tally.maxima["mismatch"], d.max().item())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: written beside, then renamed; `latest` last
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path, text):
+    """Replace a file's content so that a reader, or a crash, sees the old one or the new one and nothing between."""
+    with open(path + ".partial", "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".partial", path)
+
+
+def publish_folder(partial, final):
+    """Give a complete folder its name, after its content has reached the disk."""
+    for folder, _, names in os.walk(partial, topdown=False):
+        for path in [os.path.join(folder, name) for name in names] + [folder]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(partial, final)
+
+
+def save_checkpoint(out, step, policies, tokenizer, rank, world):
+    """Write OUT/step_NNNNNN: a Hugging Face folder for each agent, and the optimizer's shards. All processes call it."""
+    name = f"step_{step:06d}"
+    final, partial = os.path.join(out, name), os.path.join(out, name + ".partial")
+    shards = os.path.join(partial, "optimizer")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.makedirs(shards)
+    barrier()
+    for policy in policies:
+        policy.optimizer.save(os.path.join(shards, policy.agents[0]))
+        for agent in policy.agents if rank == 0 else ():
+            model.save(policy.network, tokenizer, os.path.join(partial, agent))
+    barrier()
+    if rank == 0:
+        write_atomically(os.path.join(partial, "state.json"), json.dumps(dict(step=step, processes=world)))
+        publish_folder(partial, final)
+        write_atomically(os.path.join(out, "latest"), name + "\n")
+        for old in os.listdir(out):  # the shards of one checkpoint are enough to go on from
+            if old.startswith("step_") and old != name:
+                shutil.rmtree(os.path.join(out, old, "optimizer"), ignore_errors=True)
+    barrier()
+
+
+def load_checkpoint(out, policies):
+    """Bring the policies to the state of the last complete checkpoint; returns its step, 0 if there is none yet."""
+    try:
+        with open(os.path.join(out, "latest"), encoding="utf-8") as f:
+            folder = os.path.join(out, f.read().strip())
+    except FileNotFoundError:
+        return 0
+    try:
+        with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
+            state = json.load(f)
+        for policy in policies:
+            policy.optimizer.load(os.path.join(folder, "optimizer", policy.agents[0]), state["processes"])
+    except Exception as error:  # safetensors raises a type of its own
+        raise InputError(f"the checkpoint {folder} cannot be read: {error}") from None
+    return state["step"]
+
+
+def cut_log(path, steps):
+    """Drop the lines of a log that belong to steps after `steps`: the resumed run will write them again."""
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8") as old, open(path + ".partial", "w", encoding="utf-8") as new:
+        for line in old:
+            with contextlib.suppress(ValueError):  # a line that a crash cut off
+                if json.loads(line)["step"] <= steps:
+                    new.write(line)
+    os.replace(path + ".partial", path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The embedded model's start: supervised learning on demonstrations of which half are wrong
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def demonstration_ids(tokenizer, demonstration):
+    """(context ids, ids to learn, terminator included) of a Demonstration."""
+    context = render(tokenizer, demonstration.agent, demonstration.values)
+    replies = [*(r for r, _ in demonstration.turns), demonstration.reply]
+    ids = [tokenizer(r, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for r in replies]
+    for reply_ids, (_, observation) in zip(ids, demonstration.turns):
+        context = extend(tokenizer, context, reply_ids, observation)
+    return context, ids[-1]
+
+
+def warm_start(network, tokenizer, pipeline, config, quiet):
+    """Train a new embedded model until it can do every agent's job, right about half of the time."""
+    # NOTE: one thread. More would split sums differently, and 300 steps blow such a difference up until a run under
+    # torchrun (one thread per process) has another base model than a run without it
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=config.warm_lr)
+    bar = tqdm(range(config.warm_steps), desc="warm start", disable=quiet)
+    for step in bar:
+        rng = random.Random(digest("warm start", config.seed, step))
+        pairs = [demonstration_ids(tokenizer, pipeline.demonstration(rng)) for _ in range(config.warm_batch)]
+        logprobs, _ = model.token_logprobs(network, [x for x, _ in pairs], [y for _, y in pairs])
+        optimizer.zero_grad()
+        (-logprobs.mean()).backward()
+        for group in optimizer.param_groups:  # 50 steps up, then straight down to 0
+            group["lr"] = config.warm_lr * min((step + 1) / 50, 1 - step / config.warm_steps)
+        optimizer.step()
+        bar.set_postfix(loss=f"{-logprobs.mean().item():.3f}")
+    torch.set_num_threads(threads)
+
+
+def starting_model(config, rank, device):
+    """(network, tokenizer) that every agent starts from, and is held close to: --model, or the warm-started tiny one."""
+    base = os.path.join(config.out, "base")
+    if not config.model and rank == 0 and not os.path.isdir(base):
+        network, tokenizer = model.tiny(PIPELINES[config.pipeline].pieces, config.seed)
+        warm_start(network, tokenizer, PIPELINES[config.pipeline], config, quiet=False)
+        model.save(network, tokenizer, base + ".partial")
+        publish_folder(base + ".partial", base)
+    barrier()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return model.load(config.model or base, device, dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def problems_of_step(problems, step, count, seed):
+    """The problems of a step: passes over the training problems, each in an order that depends on (seed, pass) alone.
+
+    Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left to later passes.
+    """
+    steps = len(problems) // count
+    order = list(range(len(problems)))
+    random.Random(digest("order", seed, step // steps)).shuffle(order)
+    start = step % steps * count
+    return [problems[i] for i in order[start : start + count]]
+
+
+def make_policies(start, pipeline, config, rank, world):
+    """One Policy for each agent, or a single one with --share-weights; each a copy of the starting network."""
+    names = tuple(agent.name for agent in pipeline.agents)
+    policies = []
+    for group in [names] if config.share_weights else [(name,) for name in names]:
+        network = copy.deepcopy(start)
+        network.gradient_checkpointing = config.gradient_checkpointing
+        policies.append(Policy(group, network, ShardedAdamW(network, config, rank, world)))
+    return policies
+
+
+def open_run(config, rank):
+    """Claim the run folder and write config.json into it, unless the run goes on."""
+    path = os.path.join(config.out, "config.json")
+    if config.resume:
+        return
+    if os.path.exists(path):
+        raise InputError(f"{config.out} holds another run: give another --out, or --resume to go on with it")
+    barrier()  # every process has looked before one writes
+    if rank == 0:
+        try:
+            os.makedirs(config.out, exist_ok=True)
+            write_atomically(path, json.dumps(asdict(config), indent=1))
+        except OSError as error:
+            raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
+
+
+def stop_on_signals():
+    """An Event that Ctrl-C, or torchrun's SIGTERM, sets; a second Ctrl-C ends the process where it stands."""
+    asked = threading.Event()
+
+    def ask(number, frame):
+        asked.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
+    return asked
+
+
+def check_failures(records, step, config):
+    """Raise RunError if the coach failed too often: the rest of its verdicts would be a biased choice."""
+    failures = [a["failure"] for r in records for a in r["actions"] if a["failure"]]
+    actions = sum(len(r["actions"]) for r in records)
+    if len(failures) > config.max_failures * actions:
+        raise RunError(f"step {step}: the coach failed on {len(failures)} of {actions} actions, e.g. {failures[0]}")
+
+
+def append_lines(path, objects):
+    with open(path, "a", encoding="utf-8") as f:
+        f.writelines(json.dumps(o) + "\n" for o in objects)
+
+
+def train(config):
+    """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
+    rank, world, device = start_processes(config)
+    open_run(config, rank)
+    pipeline = PIPELINES[config.pipeline]
+    with Sandbox(config.sandbox, timeout=config.sandbox_timeout) as sandbox:
+        reference, tokenizer = starting_model(config, rank, device)
+        policies = make_policies(reference, pipeline, config, rank, world)
+        reference.requires_grad_(False)
+        done = load_checkpoint(config.out, policies) if config.resume else 0
+        barrier()
+        if rank == 0:
+            cut_log(os.path.join(config.out, "metrics.jsonl"), done)
+            cut_log(os.path.join(config.out, "episodes.jsonl"), done)
+            weights = sum(p.numel() for p in reference.parameters())
+            print(f"{config.pipeline}: {len(policies)} x {weights:,} weights on {world} x {device.type}, into {config.out}")
+        before = held_out_figures("before", {a.name: reference for a in pipeline.agents}, tokenizer, sandbox, config)
+        asked = stop_on_signals()
+        bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, disable=rank > 0)
+        for step in bar:
+            try:
+                metrics = train_step(step, policies, reference, tokenizer, sandbox, config)
+            except RunError:
+                save_checkpoint(config.out, step - 1, policies, tokenizer, rank, world)
+                raise
+            if rank == 0:
+                append_lines(os.path.join(config.out, "metrics.jsonl"), [metrics])
+                scores = {n: "none" if a["score"] is None else f"{a['score']:.1f}" for n, a in metrics["agents"].items()}
+                kl = max(a["kl"] for a in metrics["agents"].values())
+                bar.set_postfix(accuracy=f"{metrics['accuracy']:.2f}", **scores, kl=f"{kl:.2f}")
+            stop = all_reduce(torch.tensor(float(asked.is_set()), device=device), dist.ReduceOp.MAX).item() > 0
+            if stop or step % config.save_every == 0 or step == config.steps:
+                save_checkpoint(config.out, step, policies, tokenizer, rank, world)
+            if stop and step < config.steps:
+                if rank == 0:
+                    print(f"\nstopped after step {step}; go on with: --out {config.out} --resume", file=sys.stderr)
+                return 130
+        after = held_out_figures("after", networks(policies), tokenizer, sandbox, config)
+    if rank == 0 and after:
+        report(before, after, config)
+    return 0
+
+
+def networks(policies):
+    """agent name -> the network that it acts with."""
+    return {name: policy.network for policy in policies for name in policy.agents}
+
+
+def train_step(step, policies, reference, tokenizer, sandbox, config):
+    """One rollout and its updates; returns the line of metrics.jsonl. All processes call it together."""
+    started = time.monotonic()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    pipeline = PIPELINES[config.pipeline]
+    problems = problems_of_step(pipeline.problems("train"), step - 1, config.problems, config.seed)
+    episodes = make_jobs(problems, config.samples, rank, world)
+    how = sampling(config, ("train", config.seed, step))
+    run_episodes(pipeline, networks(policies), tokenizer, episodes, judge.rules, sandbox, how)
+    records = gather_records(episodes)
+    check_failures(records, step, config)
+    if rank == 0:
+        append_lines(os.path.join(config.out, "episodes.jsonl"), [dict(step=step) | r for r in records])
+    samples = make_samples(episodes, config)
+    agents = {}
+    for policy in policies:
+        own = [s for s in samples if s.action.agent in policy.agents]
+        for name, metrics in update(policy, reference, own, step - 1, config).items():
+            agents[name] = summarise_agent(records, name) | metrics
+    accuracy = sum(r["correct"] for r in records) / len(records)
+    return dict(step=step, accuracy=accuracy, seconds=time.monotonic() - started, agents=agents)
+
+
+def sampling(config, stream):
+    return Sampling(
+        stream, config.temperature, config.max_new_tokens, config.max_context_tokens, rows=config.sample_rows
+    )
+
+
+def held_out_figures(when, models, tokenizer, sandbox, config):
+    """eval.py's figures on held-out problems, also kept in the run folder's evaluation.json; None without evaluation."""
+    if not config.eval_problems:
+        return None
+    path = os.path.join(config.out, "evaluation.json")
+    figures = model.read_json(config.out, "evaluation.json", default={"before": None})
+    if figures.get(when):
+        return figures[when]  # of the resumed run
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    pipeline = PIPELINES[config.pipeline]
+    problems = pipeline.problems("held-out")[: config.eval_problems]
+    how = sampling(config, ("eval", config.seed))
+    records = evaluate(pipeline, models, tokenizer, problems, config.eval_samples, judge.rules, sandbox, how, rank, world)
+    figures[when] = summarise(records, [agent.name for agent in pipeline.agents])
+    if rank == 0:
+        write_atomically(path, json.dumps(figures, indent=1))
+        print(f"held-out accuracy {when} training: {100 * figures[when]['accuracy']:.1f}%")
+    return figures[when]
+
+
+def report(before, after, config):
+    """What a newcomer should see at the end: what was learned, and where to look next."""
+    print(f"\nheld-out problems: {config.eval_problems}, {config.eval_samples} samples each, temperature {config.temperature}")
+    print_summary("before", before)
+    print_summary("after ", after)
+    print(f"every action with its score and the reason: {config.out}/episodes.jsonl    curves: {config.out}/metrics.jsonl")
+    print(f"compare again: python eval.py --run {config.out}")
+
+
+def main(argv=None):
+    try:
+        code = train(read_config(argv))
+    except InputError as error:
+        code = complain(error, 2)
+    except RunError as error:
+        code = complain(error, 1)
+    except KeyboardInterrupt:
+        code = complain("interrupted", 130)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+def complain(message, code):
+    """One line on stderr, from one process."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"train.py: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
