@@ -59,9 +59,7 @@ def digest(*parts):
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Problems, agents, pipelines
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Problems, agents, pipelines -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,9 +132,7 @@ def handed_on(pipeline, problem, actions):
     return values
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From text to token ids
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- From text to token ids ------------------------------------------------------------------------------------------
 
 
 def defuse(text, tokenizer):
@@ -175,9 +171,7 @@ def extend(tokenizer, context_ids, ids, observation):
     return context_ids + ids + (rest[1:] if rest[0] == ids[-1] else rest)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# MathChat: competition mathematics with a real model
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- MathChat: competition mathematics with a real model -------------------------------------------------------------
 
 MATH_TEAM = (
     "You are one of three agents who solve a competition problem together, one after another: the Problem Solver works "
@@ -221,9 +215,7 @@ MATHCHAT = Pipeline(
     ),
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arithmetic: the miniature twin, with the same flow of information, for the embedded model
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Arithmetic: the miniature twin, with the same flow of information, for the embedded model -----------------------
 
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Lea", "Sam", "Mia")
 THINGS = ("apples", "books", "coins", "cards", "pens", "eggs", "keys", "shells")

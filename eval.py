@@ -21,11 +21,9 @@ import numpy as np
 import judge
 from agents import PIPELINES, InputError, Sandbox
 from model import load
-from rollout import Sampling, gather_records, make_jobs, run_episodes
+from rollout import Sampling, gather, make_jobs, record, run_episodes
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Statistics ------------------------------------------------------------------------------------------------------
 
 
 def pass_at_k(samples, correct, k):
@@ -117,19 +115,17 @@ def compare(base, trained):
     return dict(accuracy=float(differences.mean()), interval=interval(differences))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Running
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Running ---------------------------------------------------------------------------------------------------------
 
 
-def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, how, rank=0, world=1):
+def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, how):
     """Run the pipeline `samples` times on each problem; returns the records of all episodes, on every rank.
 
     Base and trained model are drawn with the same uniforms if `how.stream` is the same, which pairs them.
     """
-    episodes = make_jobs(problems, samples, rank, world)
+    episodes = make_jobs(problems, samples)
     run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how)
-    return gather_records(episodes)
+    return gather([record(e) for e in episodes])
 
 
 def print_summary(title, summary):

@@ -16,9 +16,7 @@ from fractions import Fraction
 
 from agents import Agent, Problem, after_thinking, extract_program, value
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What goes in and what comes out
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What goes in and what comes out ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,7 @@ class Failure:
     detail: str
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Grading against the truth
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Grading against the truth ---------------------------------------------------------------------------------------
 
 
 def boxed(text):
@@ -69,24 +65,21 @@ def boxed(text):
 
 
 def number(text):
-    r"""The exact value of a written number, or None: integers, decimals, fractions, LaTeX around them.
+    r"""The exact value of a written number, or None: integers, decimals, fractions, with LaTeX and units around them.
 
-    >>> number("1,024"), number(r"x = \frac{3}{-4}"), number(r"50\%"), number(r"12\text{ cm}"), number("1/0"), number("3a")
-    (Fraction(1024, 1), Fraction(-3, 4), Fraction(50, 1), Fraction(12, 1), None, None)
+    >>> number("1,024"), number(r"x = \frac{3}{-4}"), number(r"50\%"), number(r"12\text{ cm}"), number(r"2\frac12")
+    (Fraction(1024, 1), Fraction(-3, 4), Fraction(50, 1), Fraction(12, 1), None)
     """
-    text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}", r" \1 ", text)
-    text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"(\1)/(\2)", text)
-    text = re.sub(r"\\[dt]?frac\s*(\d)\s*(\d)", r"(\1)/(\2)", text)
-    text = re.sub(r"\\left|\\right|\\[,;:! ]|[$]|\\\(|\\\)|\\%|%", "", text)
-    text = re.sub(r"^\s*[a-zA-Z]\w*\s*=", "", text)  # x = 5
-    text = re.sub(r"(?<=\d)\s+[a-zA-Z][a-zA-Z ]*\.?\s*$", "", text)  # 12 cm
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)  # 1,024
-    text = re.sub(r"[()\s]", "", text).rstrip(".")
-    match = re.fullmatch(r"([-+]?\d{1,50}(?:\.\d{1,50})?|[-+]?\.\d{1,50})(?:/([-+]?\d{1,50}(?:\.\d{1,50})?))?", text)
-    if not match:
+    text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}", r" \1", text)
+    text = re.sub(r"\\left|\\right|\\[,;:! ()]|[$%]|\\%", "", text).strip()
+    text = re.sub(r"(?<!\d)(?<!\d )\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))", r"\1\3/\2\4", text)
+    text = re.sub(r"^[a-zA-Z]\w*\s*=\s*", "", text)  # x = 5
+    text = re.sub(r"(?<=\d)\s+[a-zA-Z][a-zA-Z ]*\.?$", "", text)  # 12 cm
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).removesuffix(".")  # 1,024
+    match = re.fullmatch(r"([-+]?(?:\d{1,50}(?:\.\d{1,50})?|\.\d{1,50}))(?:\s*/\s*([-+]?\d{1,50}))?", text)
+    if not match or (match[2] and int(match[2]) == 0):
         return None
-    top, bottom = Fraction(match[1]), Fraction(match[2] or 1)
-    return top / bottom if bottom else None
+    return Fraction(match[1]) / Fraction(match[2] or 1)
 
 
 def normalised(answer):
@@ -114,9 +107,7 @@ def grade_math(reply, truth):
     return final_answer(reply) == normalised(str(truth))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The offline coach of the arithmetic pipeline
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The offline coach of the arithmetic pipeline --------------------------------------------------------------------
 
 
 def numbers_in(text):

@@ -25,16 +25,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from agents import InputError
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Configuration: Hugging Face's config.json is the truth; these are the fields of it that the code below reads
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Configuration: Hugging Face's config.json is the truth; these are the fields of it that the code below reads ----
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,6 @@ class ModelConfig:
     tied: bool  # the output head is the embedding matrix
     qkv_bias: bool  # Qwen2
     qk_norm: bool  # Qwen3
-    max_positions: int
 
 
 def model_config(hf):
@@ -65,16 +62,11 @@ def model_config(hf):
         raise InputError(f"model type {kind!r} is not supported; known are qwen2, qwen3 and llama")
     # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    unsupported = {
-        "rope scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
-        "attention_bias": bool(hf.get("attention_bias")),
-        "mlp_bias": bool(hf.get("mlp_bias")),
-        "use_sliding_window": bool(hf.get("use_sliding_window")),
-        "hidden_act": hf.get("hidden_act", "silu") != "silu",
-    }
-    for name, present in unsupported.items():
-        if present:
-            raise InputError(f"this {kind} model uses {name}, which model.py does not implement")
+    unsupported = [name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if hf.get(name)]
+    unsupported += ["rope scaling"] if rope.get("rope_type", rope.get("type", "default")) != "default" else []
+    unsupported += [hf["hidden_act"]] if hf.get("hidden_act", "silu") != "silu" else []
+    if unsupported:
+        raise InputError(f"this {kind} model uses {', '.join(unsupported)}, which model.py does not implement")
     heads = hf["num_attention_heads"]
     return ModelConfig(
         vocab_size=hf["vocab_size"],
@@ -89,13 +81,10 @@ def model_config(hf):
         tied=hf.get("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        max_positions=hf.get("max_position_embeddings", 32_768),
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The decoder. Attribute names are Hugging Face's, so that weights need no key map
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The decoder. Attribute names are Hugging Face's, so that weights need no key map --------------------------------
 
 
 class RMSNorm(nn.Module):
@@ -135,19 +124,12 @@ class KVCache:
     update of the weights.
     """
 
-    def __init__(self, config, rows, slots, device, dtype):
+    def __init__(self, config, rows, slots, like):
         shape = (rows, slots, config.kv_heads, config.head_dim)
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
-        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
-        self.used = 0  # slots beyond this one are empty in every row
-
-    def rows(self, start, stop):
-        """The same memory, seen as a cache of the rows start..stop-1."""
-        part = object.__new__(KVCache)
-        part.k = [k[start:stop] for k in self.k]
-        part.v = [v[start:stop] for v in self.v]
-        part.used = self.used
-        return part
+        self.k = [like.new_zeros(shape) for _ in range(config.layers)]
+        self.v = [like.new_zeros(shape) for _ in range(config.layers)]
+        self.first = 0  # the row that the first row of the next batch belongs to
+        self.used = 0  # slots from this one on are empty in every row
 
     def keep(self, rows):
         """Drop all rows but these (index tensor), one layer at a time to bound the extra memory."""
@@ -156,11 +138,12 @@ class KVCache:
             self.v[layer] = self.v[layer][rows]
 
     def write(self, layer, positions, k, v):
-        """Store k and v [B, T, kv_heads, D] at positions [B, T]; returns the used part of the layer's tensors."""
-        row = torch.arange(positions.shape[0], device=positions.device)[:, None]
-        self.k[layer][row, positions] = k
-        self.v[layer][row, positions] = v
-        return self.k[layer][:, : self.used], self.v[layer][:, : self.used]
+        """Store k and v [B, T, kv_heads, D] at positions [B, T]; returns all used slots of these B rows."""
+        rows = torch.arange(self.first, self.first + len(k), device=k.device)[:, None]
+        self.k[layer][rows, positions] = k
+        self.v[layer][rows, positions] = v
+        part = slice(self.first, self.first + len(k)), slice(self.used)
+        return self.k[layer][part], self.v[layer][part]
 
 
 class Attention(nn.Module):
@@ -244,7 +227,7 @@ class Transformer(nn.Module):
         self.stop_ids = sorted(stop_ids)  # a set: Qwen ends turns with <|im_end|> and documents with <|endoftext|>
         self.n_tokens = n_tokens
         self.gradient_checkpointing = False  # recompute the blocks in backward; touches training only
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(c.vocab_size, c.hidden_size), freeze=False)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.lm_head = None if c.tied else nn.Linear(c.hidden_size, c.vocab_size, bias=False)
@@ -278,9 +261,7 @@ class Transformer(nn.Module):
         return logits
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Sampling --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -317,9 +298,11 @@ def prefill(model, contexts, cache, budget):
     for start in range(0, len(contexts), step):
         part = contexts[start : start + step]
         ids, positions = right_pad(part, model.device)
-        hidden = model(ids, positions, cache.rows(start, start + len(part)))  # [b, T, H]
+        cache.first = start
+        hidden = model(ids, positions, cache)  # [b, T, H]
         ends = torch.tensor([len(c) - 1 for c in part], device=model.device)
         last.append(hidden[torch.arange(len(part), device=model.device), ends])
+    cache.first = 0
     return torch.cat(last)
 
 
@@ -355,7 +338,7 @@ def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_b
     counts = torch.full((len(contexts),), max_new_tokens, device=device)
     stopped = torch.zeros(len(contexts), dtype=torch.bool, device=device)
 
-    cache = KVCache(model.config, len(contexts), longest + max_new_tokens, device, model.embed_tokens.weight.dtype)
+    cache = KVCache(model.config, len(contexts), longest + max_new_tokens, like=model.embed_tokens.weight)
     cache.used = longest
     live = torch.arange(len(contexts), device=device)  # rows still in the batch, as indices into contexts
     hidden = prefill(model, contexts, cache, prefill_budget)  # [B, H]
@@ -380,9 +363,7 @@ def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_b
     return [Completion(row[:n], logprob[:n], not end) for row, logprob, n, end in rows]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Scoring
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Scoring ---------------------------------------------------------------------------------------------------------
 
 
 def score_chunk(model, hidden, targets, temperature):
@@ -417,12 +398,11 @@ def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights in and out: Hugging Face folders
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Weights in and out: Hugging Face folders ------------------------------------------------------------------------
 
 
 def read_json(folder, name, default=None):
+    """The content of a JSON file of a model folder; `default`, if there is one, where the file is absent."""
     path = os.path.join(folder, name)
     if default is not None and not os.path.exists(path):
         return default
@@ -438,17 +418,14 @@ def read_json(folder, name, default=None):
 def read_weights(folder):
     """name -> tensor of a folder's safetensors, in one file or in several with an index."""
     index = read_json(folder, "model.safetensors.index.json", default={})
-    files = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
     weights = {}
-    for name in files:
-        path = os.path.join(folder, name)
-        if not os.path.exists(path):
-            raise InputError(f"{folder} has no {name}")
+    for name in sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]:
         try:
-            with safe_open(path, framework="pt") as f:
-                weights |= {key: f.get_tensor(key) for key in f.keys()}
-        except Exception as error:  # safetensors raises a type of its own
-            raise InputError(f"{path} is damaged: {error}") from None
+            weights |= load_file(os.path.join(folder, name))
+        except FileNotFoundError:
+            raise InputError(f"{folder} has no {name}") from None
+        except SafetensorError as error:
+            raise InputError(f"{os.path.join(folder, name)} is damaged: {error}") from None
     return weights
 
 
@@ -468,40 +445,42 @@ def load(path, device="cpu", dtype=torch.float32):
     """
     from transformers import AutoTokenizer
 
-    if not os.path.isdir(path):
-        if os.path.exists(path) or path.startswith((".", "/")) or path.count("/") != 1:
-            raise InputError(f"{path} is neither a model folder nor a hub id like Qwen/Qwen3-4B")
-        from huggingface_hub import snapshot_download
-
-        try:
-            path = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
-        except Exception as error:  # dozens of types; all mean that there is no model to go on with
-            raise InputError(f"{path} cannot be downloaded: {str(error).splitlines()[0]}") from None
+    path = path if os.path.isdir(path) else download(path)
     hf = read_json(path, "config.json")
     model_config(hf)  # say what is unsupported before the slow parts
     tokenizer = AutoTokenizer.from_pretrained(path)
     eos = read_json(path, "generation_config.json", default={}).get("eos_token_id", hf.get("eos_token_id"))
-    stop_ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
-    with torch.device("meta"):
-        model = Transformer(hf, stop_ids - {None}, len(tokenizer))
-    if not model.stop_ids:
+    stop_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if not stop_ids:
         raise InputError(f"{path} names no end-of-sequence token")
-
+    with torch.device("meta"):
+        model = Transformer(hf, stop_ids, len(tokenizer))
     weights = {k: v for k, v in read_weights(path).items() if not k.endswith("rotary_emb.inv_freq")}
     if model.config.tied:
         weights.pop("lm_head.weight", None)
     state = {}
     for name, parameter in model.named_parameters():
         tensor = weights.pop(hf_name(name), None)
-        if tensor is None:
-            raise InputError(f"{path}: the weights lack {hf_name(name)}")
-        if tensor.shape != parameter.shape:
-            raise InputError(f"{path}: {hf_name(name)} is {list(tensor.shape)}, expected {list(parameter.shape)}")
+        if tensor is None or tensor.shape != parameter.shape:
+            found = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
+            raise InputError(f"{path}: {hf_name(name)} is {found}, expected is shape {list(parameter.shape)}")
         state[name] = tensor.to(device, dtype)
     if weights:
-        raise InputError(f"{path}: {len(weights)} tensors that this architecture lacks, such as {min(weights)}")
+        raise InputError(f"{path} has {len(weights)} tensors that this architecture lacks, such as {min(weights)}")
     model.load_state_dict(state, assign=True)
     return model, tokenizer
+
+
+def download(name):
+    """The local folder of a model on the Hugging Face hub."""
+    from huggingface_hub import snapshot_download
+
+    if name.startswith((".", "/")) or name.count("/") != 1:
+        raise InputError(f"{name} is neither a model folder nor a hub id like Qwen/Qwen3-4B")
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
+    except Exception as error:  # of dozens of types; all mean that there is no model to go on with
+        raise InputError(f"{name} is no folder and cannot be downloaded: {str(error).splitlines()[0]}") from None
 
 
 def save(model, tokenizer, path):
@@ -509,23 +488,19 @@ def save(model, tokenizer, path):
     os.makedirs(path, exist_ok=True)
     tensors = {hf_name(name): p.detach().cpu().clone() for name, p in model.named_parameters()}
     save_file(tensors, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
-    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
-    hf = {k: v for k, v in model.hf.items() if k not in ("dtype", "torch_dtype")} | {"torch_dtype": dtype}
-    for name, content in (("config.json", hf), ("generation_config.json", {"eos_token_id": model.stop_ids})):
+    tokenizer.save_pretrained(path)
+    settings = read_json(path, "tokenizer_config.json")
+    if settings.get("tokenizer_class") == "TokenizersBackend":  # the name in transformers 5; 4 does not know it
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    hf = {k: v for k, v in model.hf.items() if k not in ("dtype", "torch_dtype")}
+    hf["torch_dtype"] = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    files = {"config.json": hf, "generation_config.json": {"eos_token_id": model.stop_ids}}
+    for name, content in (files | {"tokenizer_config.json": settings}).items():
         with open(os.path.join(path, name), "w", encoding="utf-8") as f:
             json.dump(content, f, indent=1)
-    tokenizer.save_pretrained(path)
-    # transformers 5 writes a class name here that transformers 4 does not know
-    settings = read_json(path, "tokenizer_config.json")
-    if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        with open(os.path.join(path, "tokenizer_config.json"), "w", encoding="utf-8") as f:
-            json.dump(settings, f, indent=1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The embedded model of the miniature pipelines
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The embedded model of the miniature pipelines -------------------------------------------------------------------
 
 TINY_CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -578,13 +553,7 @@ def tiny(pieces, seed=0, hidden_size=64, layers=3, heads=4, kv_heads=2):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit('usage: python model.py FOLDER_OR_HUB_ID "some text"')
-    try:
-        model, tokenizer = load(sys.argv[1])
-    except InputError as error:
-        print(f"model.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(f"{sum(p.numel() for p in model.parameters()):,} weights, {model.config}")
-    [completion] = sample(model, [tokenizer(sys.argv[2])["input_ids"]], np.random.rand(1, 40), 40)
+    network, tokenizer = load(sys.argv[1])
+    print(f"{sum(p.numel() for p in network.parameters()):,} weights, {network.config}")
+    [completion] = sample(network, [tokenizer(sys.argv[2])["input_ids"]], np.random.rand(1, 40), 40)
     print(sys.argv[2] + tokenizer.decode(completion.ids))

@@ -74,14 +74,33 @@ def uniforms(stream, problem_id, sample_index, agent, turn, count):
     return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).random_sample(count)
 
 
-def make_jobs(problems, samples, rank=0, world=1):
-    """This rank's share of all episodes of a step: new Episodes, dealt out in turn.
+def rank():
+    """This process's number, 0 without torchrun."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
-    >>> [(e.index, e.problem, e.sample) for e in make_jobs(["p", "q"], 2, rank=1, world=2)]
-    [(1, 'p', 1), (3, 'q', 1)]
+
+def world():
+    """How many processes work on this run."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather(items):
+    """The concatenated lists of all processes, on every process. A collective: all must call it."""
+    parts = [items]
+    if world() > 1:
+        parts = [None] * world()
+        dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def make_jobs(problems, samples):
+    """This process's share of all episodes of a step: new Episodes, dealt out in turn.
+
+    >>> [(e.index, e.problem, e.sample) for e in make_jobs(["p", "q"], 2)]
+    [(0, 'p', 0), (1, 'p', 1), (2, 'q', 0), (3, 'q', 1)]
     """
     jobs = [Episode(i * samples + k, problem, k) for i, problem in enumerate(problems) for k in range(samples)]
-    return jobs[rank::world]
+    return jobs[rank() :: world()]
 
 
 def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how):
@@ -184,16 +203,6 @@ def record(episode):
         index=episode.index, problem=episode.problem.id, question=episode.problem.question, truth=episode.problem.answer,
         sample=episode.sample, answer=episode.answer, correct=episode.correct, error=episode.error, actions=actions,
     )  # fmt: skip
-
-
-def gather_records(episodes):
-    """The records of all ranks' episodes, in order of index, on every rank."""
-    records = [record(e) for e in episodes]
-    if dist.is_initialized():
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, records)
-        records = [r for part in parts for r in part]
-    return sorted(records, key=lambda r: r["index"])
 
 
 if __name__ == "__main__":

@@ -45,20 +45,17 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 import judge
 import model
-from agents import PIPELINES, InputError, Sandbox, digest, extend, render
+from agents import PIPELINES, InputError, Pipeline, Sandbox, digest, extend, render
 from eval import evaluate, print_summary, summarise, summarise_agent
-from rollout import Sampling, gather_records, make_jobs, run_episodes
+from rollout import Sampling, gather, make_jobs, rank, record, run_episodes, world
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Configuration. Each field is an option of the command line, with its comment as help
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Configuration. Each field is an option of the command line, with its comment as help ----------------------------
 
 
 @dataclass
@@ -74,7 +71,7 @@ class Config:
     samples: int = 2  # episodes for each of them
     train_batch: int = 64  # episodes for each optimizer step
     reward: typing.Literal["process", "outcome", "mixed"] = "process"  # coach scores, final correctness, or their mean
-    advantage: typing.Literal["reinforce++", "grpo", "rloo"] = "reinforce++"  # see advantages()
+    advantage: typing.Literal["reinforce++", "grpo", "rloo"] = "reinforce++"  # see set_advantages()
     share_weights: bool = False  # one set of weights for all agents, the control experiment
     beta: float = 0.01  # weight of the KL penalty in the reward
     clip: float = 0.2  # clipping range of the ratio
@@ -83,7 +80,7 @@ class Config:
     lr_final: float = 0.1  # share of it that the cosine ends at
     adam_beta1: float = 0.9  # decay of the gradient mean
     adam_beta2: float = 0.95  # decay of the squared gradient mean
-    adam_eps: float = 1e-8  # added to the root of the squared gradient mean
+    adam_eps: float = 1e-6  # added to the root of the squared gradient mean; float noise stays below it
     weight_decay: float = 0.0  # decoupled (AdamW)
     max_grad_norm: float = 1.0  # gradients of one agent are scaled down to this global norm
     temperature: float = 1.0  # of sampling, and so of scoring
@@ -109,9 +106,9 @@ class Config:
 PRESETS = {
     "arithmetic": {},  # the defaults above
     "mathchat": dict(  # the paper's numbers; 128 rollouts are 8 passes over 512 problems
-        pipeline="mathchat", steps=128, problems=32, samples=2, train_batch=16, lr=1e-6, max_new_tokens=4096,
-        max_context_tokens=24_576, sandbox_timeout=30.0, micro_batch_tokens=16_384, gradient_checkpointing=True,
-        save_every=32, sample_rows=64, warm_steps=0,
+        pipeline="mathchat", steps=128, problems=32, samples=2, train_batch=16, lr=1e-6, adam_eps=1e-8,
+        max_new_tokens=4096, max_context_tokens=24_576, sandbox_timeout=30.0, micro_batch_tokens=16_384,
+        gradient_checkpointing=True, save_every=32, sample_rows=64, warm_steps=0,
     ),
 }  # fmt: skip
 
@@ -121,22 +118,27 @@ FREE_ON_RESUME = {"resume", "out", "preset", "save_every", "micro_batch_tokens",
 
 
 class RunError(Exception):
-    """A run cannot go on, through no fault of its input. One sentence; everything has been saved."""
+    """A run cannot go on, through no fault of its input. One sentence; all that can be saved has been."""
+
+
+def option(name):
+    return "--" + name.replace("_", "-")
 
 
 def config_parser():
     """An argparse parser with one option for each field of Config; only what was given appears in its result."""
     parser = argparse.ArgumentParser(description="Train agents with MAPPA.", argument_default=argparse.SUPPRESS)
-    parser.error = lambda message: sys.exit(print(f"train.py: {message}", file=sys.stderr) or 2)
+    parser.error = lambda message: sys.exit(complain(message, 2))
     comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Config), re.MULTILINE))
     for f in fields(Config):
-        option, comment = "--" + f.name.replace("_", "-"), f"{comments[f.name]} (default: {f.default})".replace("%", "%%")
+        how = dict(help=f"{comments[f.name]} (default: {f.default})".replace("%", "%%"))
         if f.type is bool:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, help=comment)
+            how |= dict(action=argparse.BooleanOptionalAction)
         elif typing.get_origin(f.type) is typing.Literal:
-            parser.add_argument(option, choices=typing.get_args(f.type), help=comment)
+            how |= dict(choices=typing.get_args(f.type))
         else:
-            parser.add_argument(option, type=f.type, metavar=f.type.__name__.upper(), help=comment)
+            how |= dict(type=f.type, metavar=f.type.__name__.upper())
+        parser.add_argument(option(f.name), **how)
     return parser
 
 
@@ -165,68 +167,62 @@ def saved_config(out, given):
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{out} holds no run to resume: {path} cannot be used ({error})") from None
     for name, now in given.items():
-        if name in FREE_ON_RESUME:
-            setattr(saved, name, now)
-        elif now != getattr(saved, name):
-            was, option = getattr(saved, name), "--" + name.replace("_", "-")
-            raise InputError(f"{out} was started with {option} {was}, which cannot become {now} on --resume")
-    saved.resume = True
+        was = getattr(saved, name)
+        if name not in FREE_ON_RESUME and now != was:
+            raise InputError(f"{out} was started with {option(name)} {was}, which cannot become {now} on --resume")
+        setattr(saved, name, now)
     return saved
 
 
 def check_config(c):
     """Raise InputError for values that make no sense, before anything slow has started."""
-    for name in ("steps", "problems", "samples", "train_batch", "max_new_tokens", "max_context_tokens", "sample_rows",
-                 "micro_batch_tokens", "save_every", "eval_samples", "sandbox_timeout", "collective_timeout",
-                 "lr", "max_grad_norm", "temperature", "warm_lr", "warm_batch"):  # fmt: skip
-        if not 0 < getattr(c, name) < math.inf:
-            raise InputError(f"--{name.replace('_', '-')} must be over 0, not {getattr(c, name)}")
-    for name in ("beta", "clip", "weight_decay", "warm_steps", "eval_problems"):
-        if not 0 <= getattr(c, name) < math.inf:
-            raise InputError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(c, name)}")
-    for name in ("lr_warmup", "lr_final", "max_failures"):
-        if not 0 <= getattr(c, name) <= 1:
-            raise InputError(f"--{name.replace('_', '-')} must lie in 0 to 1, not {getattr(c, name)}")
-    pipeline = PIPELINES[c.pipeline]
-    if not c.model and not pipeline.pieces:
+    any_number = {"seed"}
+    from_zero = {"beta", "clip", "weight_decay", "warm_steps", "eval_problems"}
+    shares = {"lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2"}
+    for f in fields(c):
+        number, name = getattr(c, f.name), option(f.name)
+        if f.type not in (int, float) or f.name in any_number:
+            continue
+        if not math.isfinite(number) or number < 0 or (number == 0 and f.name not in from_zero | shares):
+            raise InputError(f"{name} must be {'0 or more' if f.name in from_zero else 'over 0'}, not {number}")
+        if f.name in shares and number > 1:
+            raise InputError(f"{name} is a share: it must lie in 0 to 1, not {number}")
+    if not c.model and not PIPELINES[c.pipeline].pieces:
         raise InputError(f"the {c.pipeline} pipeline needs a pretrained model: give --model FOLDER_OR_ID")
-    if pipeline.problems is None:
+    if PIPELINES[c.pipeline].problems is None:
         raise InputError(f"the {c.pipeline} pipeline cannot be trained yet: it needs problem files and an API coach")
     if c.advantage != "reinforce++" and c.samples < 2:
         raise InputError(f"--advantage {c.advantage} compares samples of a problem: give --samples 2 or more")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes. Every process calls the same collectives in the same order, whatever its data
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Processes. Every process calls the same collectives in the same order, whatever its data ------------------------
 
 
 def start_processes(config):
-    """Join the processes that torchrun started, if it did; returns (rank, world, device)."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda was asked for, but there is no usable GPU")
-    gpu = config.device != "cpu" and torch.cuda.is_available()
+    """Join the processes that torchrun started, if it did; returns this process's device."""
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_RANK", 0))
-    if gpu and local >= torch.cuda.device_count():
-        raise InputError(f"process {local} has no GPU: this machine has {torch.cuda.device_count()}")
-    device = torch.device("cuda", local) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    if "WORLD_SIZE" not in os.environ:
-        return 0, 1, device
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=config.collective_timeout))
-    return dist.get_rank(), dist.get_world_size(), device
+    if config.device == "cuda" and not gpus:
+        raise InputError("--device cuda was asked for, but there is no usable GPU")
+    if gpus and local >= gpus:
+        raise InputError(f"process {local} of this machine has no GPU of its own: there are {gpus}")
+    if gpus:
+        torch.cuda.set_device(local)
+    if "WORLD_SIZE" in os.environ:
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"  # numbers and objects are exchanged from the CPU
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.collective_timeout))
+    return torch.device("cuda", local) if gpus else torch.device("cpu")
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
     """Sum (or another reduction) of a tensor over all processes, in place; returns it."""
-    if dist.is_initialized():
+    if world() > 1:
         dist.all_reduce(tensor, op)
     return tensor
 
 
 def barrier():
-    if dist.is_initialized():
+    if world() > 1:
         dist.barrier()
 
 
@@ -234,9 +230,7 @@ def barrier():
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rewards and advantages
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Rewards and advantages ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -250,13 +244,13 @@ class Sample:
     weight: float  # 1.0, or 0.0: left out of statistics and loss alike
     kl: torch.Tensor = None  # [T] log pi_old - log pi_ref
     advantage: torch.Tensor = None  # [T]
+    seen: dict = None  # what its forward pass showed, see accumulate()
 
 
 def reward_of(action, correct, kind):
-    """R in [0, 1] of one action, or None if its verdict failed.
+    """R in [0, 1] of one action, or None if its verdict failed. The one place where the coach's 0-10 is scaled.
 
-    The one place where the coach's 0-10 is scaled. process: c / 10; outcome: 1 if the episode's final answer is right;
-    mixed: the mean of the two.
+    process: c / 10; outcome: 1 if the episode's final answer is right, else 0; mixed: the mean of the two.
     """
     if kind == "outcome":
         return float(correct)
@@ -299,34 +293,26 @@ def whiten(values):
     flat = torch.cat([*values, torch.zeros(0)]).double()
     count, total = all_reduce(torch.tensor([len(flat), flat.sum()], dtype=torch.float64)).tolist()
     mean = total / max(count, 1)
-    squares = all_reduce((flat - mean).square().sum()).item()
-    std = math.sqrt(squares / max(count, 1))
+    std = math.sqrt(all_reduce((flat - mean).square().sum()).item() / max(count, 1))
     scale = 1 / std if std > 1e-4 else 0.0
     return [((v.double() - mean) * scale).float() for v in values]
 
 
-def group_baseline(samples, kind):
-    """The rewards of samples with weight, compared within their group over all processes.
+def compare_in_groups(samples, kind):
+    """The samples' rewards, each compared with its group's, over all processes.
 
-    grpo: (R - mean) / std, 0 where the group hardly differs; rloo: R - mean of the others; both 0 in a group of one.
+    grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group hardly differs or has one member.
     """
-    mine = [(s.group, s.reward) for s in samples]
-    parts = [mine]
-    if dist.is_initialized():
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
     groups = {}
-    for group, reward in (pair for part in parts for pair in part):
+    for group, reward in gather([(s.group, s.reward) for s in samples]):
         groups.setdefault(group, []).append(reward)
     compared = []
-    for group, reward in mine:
-        rewards = groups[group]
+    for s in samples:
+        rewards = groups[s.group]
         mean, n = sum(rewards) / len(rewards), len(rewards)
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / n)
-        if std < 1e-4:
-            compared.append(0.0)
-        else:
-            compared.append((reward - mean) / std if kind == "grpo" else (reward - mean) * n / (n - 1))
+        scale = 0.0 if std < 1e-4 else 1 / std if kind == "grpo" else n / (n - 1)
+        compared.append((s.reward - mean) * scale)
     return compared
 
 
@@ -338,27 +324,21 @@ def set_advantages(samples, config):
     see different inputs in every sample of a group, which is why the paper prefers reinforce++.
     """
     used = [s for s in samples if s.weight]
-    if config.advantage == "reinforce++":
-        rewards = [s.reward for s in used]
-    else:
-        rewards = group_baseline(used, config.advantage)
+    plain = config.advantage == "reinforce++"
+    rewards = [s.reward for s in used] if plain else compare_in_groups(used, config.advantage)
     returns = [returns_to_go(s.kl, reward, config.beta) for s, reward in zip(used, rewards)]
-    if config.advantage == "reinforce++":
-        returns = whiten(returns)
-    for s, advantage in zip(used, returns):
+    for s, advantage in zip(used, whiten(returns) if plain else returns):
         s.advantage = advantage
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loss
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Loss ------------------------------------------------------------------------------------------------------------
 
 
 def policy_loss(logprobs, old, advantages, weights, clip):
     """Sum over tokens of weight * -min(rho A, clip(rho, 1 - clip, 1 + clip) A). All arguments [N] but the last.
 
     With weights 1 / (actions * tokens of the action) over ALL actions of an optimizer step, on all processes, this is
-    the mean over actions of the mean over tokens, however the actions are split. Returns (loss, ratio [N] detached).
+    the mean over actions of the mean over tokens, however the actions are split. Returns (loss, rho [N] detached).
     """
     ratio = (logprobs - old).exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
@@ -371,35 +351,31 @@ def pack(samples, budget):
 
     A sample that is longer than the budget gets a micro-batch of its own.
     """
-    size = [len(s.action.context_ids) + len(s.action.ids) for s in samples]
-    batches = []
-    for i in sorted(range(len(samples)), key=lambda i: -size[i]):
-        # sorted: the first of a batch is its longest, which all others are padded to
-        if batches and (len(batches[-1]) + 1) * size[batches[-1][0]] <= budget:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return [[samples[i] for i in batch] for batch in batches]
+    batches, longest = [], 0
+    for s in sorted(samples, key=lambda s: -len(s.action.context_ids) - len(s.action.ids)):
+        if not batches or (len(batches[-1]) + 1) * longest > budget:
+            batches.append([])
+            longest = len(s.action.context_ids) + len(s.action.ids)  # sorted: all others are padded to the first
+        batches[-1].append(s)
+    return batches
 
 
 def score(network, samples, temperature):
-    """log-probabilities and entropies [N] of the samples' tokens, one after another."""
+    """log-probabilities and entropies of the samples' tokens, each as a list of [T] tensors."""
     contexts, ids = [s.action.context_ids for s in samples], [s.action.ids for s in samples]
-    return model.token_logprobs(network, contexts, ids, temperature)
+    lengths = [len(y) for y in ids]
+    return [flat.split(lengths) for flat in model.token_logprobs(network, contexts, ids, temperature)]
 
 
 @torch.no_grad()
 def set_kl(samples, reference, config):
     """Fill in kl_t of every sample, from the reference's log-probabilities."""
     for micro in pack(samples, config.micro_batch_tokens):
-        logprobs, _ = score(reference, micro, config.temperature)
-        for s, part in zip(micro, logprobs.cpu().split([len(s.action.ids) for s in micro])):
-            s.kl = torch.tensor(s.action.logprobs) - part
+        for s, logprobs in zip(micro, score(reference, micro, config.temperature)[0]):
+            s.kl = torch.tensor(s.action.logprobs) - logprobs.cpu()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Optimizer: AdamW, sharded over the processes (ZeRO stage 1), with float32 master weights
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Optimizer: AdamW, sharded over the processes (ZeRO stage 1), with float32 master weights ------------------------
 
 
 class ShardedAdamW:
@@ -411,37 +387,32 @@ class ShardedAdamW:
     contains no collective, each optimizer step exactly three: processes may have any number of micro-batches, or none.
     """
 
-    def __init__(self, network, config, rank, world):
+    def __init__(self, network, config):
         parameters = list(network.parameters())
-        self.config, self.rank, self.world = config, rank, world
+        self.config, self.gradient, self.updates = config, None, 0
         self.size = sum(p.numel() for p in parameters)
-        self.shard_size = -(-self.size // world)  # rounded up; the last shard is padded with zeros
-        first = parameters[0]
-        self.flat = torch.zeros(self.shard_size * world, dtype=first.dtype, device=first.device)
-        self.gradient = None  # [flat] float32 while micro-batches are summed
+        self.shard_size = -(-self.size // world())  # rounded up; the last shard is padded with zeros
+        self.flat = parameters[0].new_zeros(self.shard_size * world())
         start = 0
         for p in parameters:
-            view = self.flat[start : start + p.numel()].view_as(p)
-            view.copy_(p.detach())
-            p.data = view
-            p.register_post_accumulate_grad_hook(lambda p, at=slice(start, start + p.numel()): self.take(p, at))
+            place = slice(start, start + p.numel())
+            self.flat[place] = p.detach().flatten()
+            p.data = self.flat[place].view_as(p)
+            p.register_post_accumulate_grad_hook(lambda p, place=place: self.take(p, place))
             start += p.numel()
-        if dist.is_initialized():
+        if world() > 1:
             dist.broadcast(self.flat, 0)
-        self.master = self.my_shard(self.flat).float().clone()
+        self.master = self.flat[rank() * self.shard_size :][: self.shard_size].float().clone()
         self.mean, self.square = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        self.updates = 0
-
-    def my_shard(self, flat):
-        return flat[self.rank * self.shard_size : (self.rank + 1) * self.shard_size]
-
-    def take(self, p, at):
-        """Called when backward has made a parameter's gradient: add it to the float32 sums, and free it."""
-        self.gradient[at] += p.grad.reshape(-1)
-        p.grad = None
+        self.shard = {"master": self.master, "mean": self.mean, "square": self.square}
 
     def zero_grad(self):
         self.gradient = torch.zeros_like(self.flat, dtype=torch.float32)
+
+    def take(self, p, place):
+        """Called when backward has made a parameter's gradient: add it to the float32 sums, and free it."""
+        self.gradient[place] += p.grad.flatten()
+        p.grad = None
 
     def step(self, lr):
         """One AdamW step with the summed gradients; returns their global norm before clipping.
@@ -451,7 +422,7 @@ class ShardedAdamW:
         Raises RunError, on every process, if a gradient is not finite; the weights are then untouched.
         """
         c, g = self.config, self.gradient
-        if self.world > 1:
+        if world() > 1:
             g = torch.empty_like(self.master)
             reduce_scatter(g, self.gradient)
         self.gradient = None
@@ -471,31 +442,26 @@ class ShardedAdamW:
     def publish(self):
         """Write the master weights, rounded to the network's dtype, into every process's network."""
         shard = self.master.to(self.flat.dtype)
-        if self.world > 1:
+        if world() > 1:
             all_gather(self.flat, shard)
         else:
             self.flat.copy_(shard)
 
-    def shards(self):
-        return {"master": self.master, "mean": self.mean, "square": self.square}
-
     def save(self, path):
         """Write this process's shard to PATH-RANK-of-WORLD.safetensors."""
-        file = f"{path}-{self.rank}-of-{self.world}.safetensors"
-        save_file({k: v.cpu() for k, v in self.shards().items()}, file, metadata={"updates": str(self.updates)})
+        file = f"{path}-{rank()}-of-{world()}.safetensors"
+        save_file({k: v.cpu() for k, v in self.shard.items()}, file, metadata={"updates": str(self.updates)})
 
-    def load(self, path, old_world):
-        """Read this process's shard from the files that old_world processes wrote; their number may differ."""
-        old_size = -(-self.size // old_world)
-        mine = range(self.rank * self.shard_size, min((self.rank + 1) * self.shard_size, self.size))
-        for old_rank in range(old_world):
-            theirs = range(old_rank * old_size, min((old_rank + 1) * old_size, self.size))
-            a, b = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
-            with safe_open(f"{path}-{old_rank}-of-{old_world}.safetensors", framework="pt") as f:
+    def load(self, path, processes):
+        """Read this process's shard from the files that `processes` processes wrote; their number may differ."""
+        size, start = -(-self.size // processes), rank() * self.shard_size
+        for other in range(processes):
+            first = max(start, other * size)  # the part of the flat weights that both shards hold
+            last = min(start + self.shard_size, (other + 1) * size, self.size)
+            with safe_open(f"{path}-{other}-of-{processes}.safetensors", framework="pt") as f:
                 self.updates = int(f.metadata()["updates"])
-                for name, tensor in self.shards().items() if a < b else ():
-                    part = f.get_slice(name)[a - theirs.start : b - theirs.start]
-                    tensor[a - mine.start : b - mine.start] = part.to(tensor.device)
+                for name, tensor in self.shard.items() if first < last else ():
+                    tensor[first - start : last - start] = f.get_slice(name)[first - other * size : last - other * size]
         self.publish()
 
 
@@ -513,9 +479,7 @@ def learning_rate(update, updates, config):
     return config.lr * (config.lr_final + (1 - config.lr_final) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One update of one set of weights
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- One update of one set of weights --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -527,83 +491,65 @@ class Policy:
     optimizer: ShardedAdamW
 
 
-class Tally:
-    """Sums and maxima that one agent's tokens leave behind during an update, reduced over all processes at its end."""
-
-    def __init__(self):
-        self.sums = dict.fromkeys(["tokens", "kl", "trained", "entropy", "clipped"], 0.0)
-        self.maxima = dict(ratio=0.0, mismatch=0.0)
-
-    def reduce(self):
-        sums = all_reduce(torch.tensor(list(self.sums.values()), dtype=torch.float64)).tolist()
-        maxima = all_reduce(torch.tensor(list(self.maxima.values())), dist.ReduceOp.MAX).tolist()
-        n = dict(zip(self.sums, sums))
-        tokens, trained = max(n["tokens"], 1), max(n["trained"], 1)
-        return dict(
-            kl=n["kl"] / tokens, entropy=n["entropy"] / trained, clip_fraction=n["clipped"] / trained,
-            ratio_max=maxima[0], mismatch=maxima[1],
-        )  # fmt: skip
-
-
 def update(policy, reference, samples, step, config):
-    """All optimizer steps of a policy for one rollout; returns agent -> metrics.
+    """All optimizer steps of a policy for rollout `step` = 0..; returns agent -> metrics.
 
     samples: this process's Samples of the policy's agents. Every process must call this, also without samples.
     """
-    tallies = {name: Tally() for name in policy.agents}
     set_kl(samples, reference, config)
     for name in policy.agents:
-        own = [s for s in samples if s.action.agent == name]
-        set_advantages(own, config)
-        tallies[name].sums["tokens"] = sum(len(s.kl) for s in own)
-        tallies[name].sums["kl"] = sum(s.kl.double().sum().item() for s in own)
-
+        set_advantages([s for s in samples if s.action.agent == name], config)
     batches = -(-config.problems * config.samples // config.train_batch)
     # one denominator: the actions of each optimizer step, on all processes, known before any backward pass
     actions = torch.zeros(batches)
     for s in samples:
         actions[s.batch] += s.weight
-    actions = all_reduce(actions).tolist()
     norms, lr = [], 0.0
-    for batch in range(batches):
+    for batch, count in enumerate(all_reduce(actions).tolist()):
         lr = learning_rate(step * batches + batch, config.steps * batches, config)
-        if actions[batch]:  # all processes agree; without this, Adam would move on old gradients alone
-            mine = [s for s in samples if s.batch == batch and s.weight]
-            accumulate(policy, mine, actions[batch], tallies, batch == 0, config)
+        if count:  # all processes agree; without this, Adam would move on old gradients alone
+            accumulate(policy, [s for s in samples if s.batch == batch and s.weight], count, config)
             norms.append(policy.optimizer.step(lr))
-    metrics = {name: tally.reduce() for name, tally in tallies.items()}
-    return {name: m | dict(grad_norm=max(norms, default=0.0), lr=lr) for name, m in metrics.items()}
+    common = dict(grad_norm=max(norms, default=0.0), lr=lr)
+    rows = gather([(s.action.agent, s.batch, len(s.kl), s.kl.double().sum().item(), s.seen) for s in samples])
+    return {name: agent_metrics([row[1:] for row in rows if row[0] == name]) | common for name in policy.agents}
 
 
-def accumulate(policy, samples, actions, tallies, fresh, config):
-    """Sum the gradients of one optimizer step's loss over micro-batches, and tally what they show.
-
-    actions: how many actions the step has on all processes. fresh: no weight has moved since sampling, so the ratio
-    must be 1 up to float error; what is seen of the difference is reported as `mismatch`.
-    """
+def accumulate(policy, samples, actions, config):
+    """Sum the gradients of one optimizer step's loss over micro-batches; `actions`: how many it has on all processes."""
     policy.optimizer.zero_grad()
     for micro in pack(samples, config.micro_batch_tokens):
-        device, lengths = policy.network.device, [len(s.action.ids) for s in micro]
+        logprobs, entropies = score(policy.network, micro, config.temperature)
+        device = policy.network.device
         old = torch.tensor([x for s in micro for x in s.action.logprobs], device=device)
         advantages = torch.cat([s.advantage for s in micro]).to(device)
-        weights = torch.tensor([1 / (actions * n) for n in lengths for _ in range(n)], device=device)
-        logprobs, entropies = score(policy.network, micro, config.temperature)
-        loss, ratio = policy_loss(logprobs, old, advantages, weights, config.clip)
+        weights = torch.cat([torch.full_like(x.detach(), 1 / (actions * len(x))) for x in logprobs])
+        loss, ratio = policy_loss(torch.cat(logprobs), old, advantages, weights, config.clip)
         loss.backward()
-        difference = (logprobs.detach() - old).abs()
-        for s, r, h, d in zip(micro, ratio.split(lengths), entropies.split(lengths), difference.split(lengths)):
-            tally = tallies[s.action.agent]
-            tally.sums["trained"] += len(r)
-            tally.sums["entropy"] += h.sum().item()
-            tally.sums["clipped"] += ((r - 1).abs() > config.clip).sum().item()
-            tally.maxima["ratio"] = max(tally.maxima["ratio"], r.max().item())
-            if fresh:
-                tally.maxima["mismatch"] = max(tally.maxima["mismatch"], d.max().item())
+        for s, r, h in zip(micro, ratio.split([len(x) for x in logprobs]), entropies):
+            clipped = ((r - 1).abs() > config.clip).sum().item()
+            s.seen = dict(entropy=h.sum().item(), clipped=clipped, ratio=r.max().item(), off=r.log().abs().max().item())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints: written beside, then renamed; `latest` last
-# ---------------------------------------------------------------------------------------------------------------------
+def agent_metrics(rows):
+    """One agent's metrics, from (batch, tokens, sum of kl, seen) of its actions on all processes.
+
+    mismatch: the largest |log pi_theta - log pi_old| in the first optimizer step. No weight has moved by then, so it
+    shows how far sampler and scorer disagree: float noise, or a fault.
+    """
+    tokens = max(1, sum(n for _, n, _, _ in rows))
+    trained = [(batch, n, seen) for batch, n, _, seen in rows if seen]
+    n_trained = max(1, sum(n for _, n, _ in trained))
+    return dict(
+        kl=sum(kl for _, _, kl, _ in rows) / tokens,
+        entropy=sum(seen["entropy"] for _, _, seen in trained) / n_trained,
+        ratio_max=max((seen["ratio"] for _, _, seen in trained), default=1.0),
+        clip_fraction=sum(seen["clipped"] for _, _, seen in trained) / n_trained,
+        mismatch=max((seen["off"] for batch, _, seen in trained if batch == 0), default=0.0),
+    )
+
+
+# ---- Checkpoints: written beside, then renamed; `latest` last --------------------------------------------------------
 
 
 def write_atomically(path, text):
@@ -618,7 +564,7 @@ def write_atomically(path, text):
 def publish_folder(partial, final):
     """Give a complete folder its name, after its content has reached the disk."""
     for folder, _, names in os.walk(partial, topdown=False):
-        for path in [os.path.join(folder, name) for name in names] + [folder]:
+        for path in [*(os.path.join(folder, name) for name in names), folder]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
@@ -626,22 +572,22 @@ def publish_folder(partial, final):
     os.rename(partial, final)
 
 
-def save_checkpoint(out, step, policies, tokenizer, rank, world):
+def save_checkpoint(out, step, policies, tokenizer):
     """Write OUT/step_NNNNNN: a Hugging Face folder for each agent, and the optimizer's shards. All processes call it."""
     name = f"step_{step:06d}"
     final, partial = os.path.join(out, name), os.path.join(out, name + ".partial")
     shards = os.path.join(partial, "optimizer")
-    if rank == 0:
+    if rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         os.makedirs(shards)
     barrier()
     for policy in policies:
         policy.optimizer.save(os.path.join(shards, policy.agents[0]))
-        for agent in policy.agents if rank == 0 else ():
+        for agent in policy.agents if rank() == 0 else ():
             model.save(policy.network, tokenizer, os.path.join(partial, agent))
     barrier()
-    if rank == 0:
-        write_atomically(os.path.join(partial, "state.json"), json.dumps(dict(step=step, processes=world)))
+    if rank() == 0:
+        write_atomically(os.path.join(partial, "state.json"), json.dumps(dict(step=step, processes=world())))
         publish_folder(partial, final)
         write_atomically(os.path.join(out, "latest"), name + "\n")
         for old in os.listdir(out):  # the shards of one checkpoint are enough to go on from
@@ -652,56 +598,52 @@ def save_checkpoint(out, step, policies, tokenizer, rank, world):
 
 def load_checkpoint(out, policies):
     """Bring the policies to the state of the last complete checkpoint; returns its step, 0 if there is none yet."""
+    if not os.path.exists(os.path.join(out, "latest")):
+        return 0
     try:
         with open(os.path.join(out, "latest"), encoding="utf-8") as f:
             folder = os.path.join(out, f.read().strip())
-    except FileNotFoundError:
-        return 0
-    try:
         with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
             state = json.load(f)
         for policy in policies:
             policy.optimizer.load(os.path.join(folder, "optimizer", policy.agents[0]), state["processes"])
     except Exception as error:  # safetensors raises a type of its own
-        raise InputError(f"the checkpoint {folder} cannot be read: {error}") from None
+        raise InputError(f"the last checkpoint of {out} cannot be read: {error}") from None
     return state["step"]
 
 
 def cut_log(path, steps):
     """Drop the lines of a log that belong to steps after `steps`: the resumed run will write them again."""
-    if not os.path.exists(path):
-        return
-    with open(path, encoding="utf-8") as old, open(path + ".partial", "w", encoding="utf-8") as new:
-        for line in old:
-            with contextlib.suppress(ValueError):  # a line that a crash cut off
-                if json.loads(line)["step"] <= steps:
-                    new.write(line)
-    os.replace(path + ".partial", path)
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as old, open(path + ".partial", "w", encoding="utf-8") as new:
+            for line in old:
+                with contextlib.suppress(ValueError):  # a line that a crash cut off
+                    if json.loads(line)["step"] <= steps:
+                        new.write(line)
+        os.replace(path + ".partial", path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The embedded model's start: supervised learning on demonstrations of which half are wrong
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The embedded model's start: supervised learning on demonstrations of which half are wrong -----------------------
 
 
 def demonstration_ids(tokenizer, demonstration):
     """(context ids, ids to learn, terminator included) of a Demonstration."""
     context = render(tokenizer, demonstration.agent, demonstration.values)
-    replies = [*(r for r, _ in demonstration.turns), demonstration.reply]
-    ids = [tokenizer(r, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for r in replies]
+    replies = [*(text for text, _ in demonstration.turns), demonstration.reply]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in replies]
     for reply_ids, (_, observation) in zip(ids, demonstration.turns):
         context = extend(tokenizer, context, reply_ids, observation)
     return context, ids[-1]
 
 
-def warm_start(network, tokenizer, pipeline, config, quiet):
+def warm_start(network, tokenizer, pipeline, config):
     """Train a new embedded model until it can do every agent's job, right about half of the time."""
-    # NOTE: one thread. More would split sums differently, and 300 steps blow such a difference up until a run under
-    # torchrun (one thread per process) has another base model than a run without it
+    # NOTE: one thread. More would split sums differently, and hundreds of steps blow such a difference up until a run
+    # under torchrun (one thread per process) has another base model than a run without it
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(network.parameters(), lr=config.warm_lr)
-    bar = tqdm(range(config.warm_steps), desc="warm start", disable=quiet)
+    bar = tqdm(range(config.warm_steps), desc="warm start")
     for step in bar:
         rng = random.Random(digest("warm start", config.seed, step))
         pairs = [demonstration_ids(tokenizer, pipeline.demonstration(rng)) for _ in range(config.warm_batch)]
@@ -715,12 +657,12 @@ def warm_start(network, tokenizer, pipeline, config, quiet):
     torch.set_num_threads(threads)
 
 
-def starting_model(config, rank, device):
+def starting_model(config, device):
     """(network, tokenizer) that every agent starts from, and is held close to: --model, or the warm-started tiny one."""
-    base = os.path.join(config.out, "base")
-    if not config.model and rank == 0 and not os.path.isdir(base):
-        network, tokenizer = model.tiny(PIPELINES[config.pipeline].pieces, config.seed)
-        warm_start(network, tokenizer, PIPELINES[config.pipeline], config, quiet=False)
+    base, pipeline = os.path.join(config.out, "base"), PIPELINES[config.pipeline]
+    if not config.model and rank() == 0 and not os.path.isdir(base):
+        network, tokenizer = model.tiny(pipeline.pieces, config.seed)
+        warm_start(network, tokenizer, pipeline, config)
         model.save(network, tokenizer, base + ".partial")
         publish_folder(base + ".partial", base)
     barrier()
@@ -728,35 +670,23 @@ def starting_model(config, rank, device):
     return model.load(config.model or base, device, dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The loop --------------------------------------------------------------------------------------------------------
 
 
-def problems_of_step(problems, step, count, seed):
-    """The problems of a step: passes over the training problems, each in an order that depends on (seed, pass) alone.
+@dataclass
+class Run:
+    """What all steps of a run share."""
 
-    Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left to later passes.
-    """
-    steps = len(problems) // count
-    order = list(range(len(problems)))
-    random.Random(digest("order", seed, step // steps)).shuffle(order)
-    start = step % steps * count
-    return [problems[i] for i in order[start : start + count]]
-
-
-def make_policies(start, pipeline, config, rank, world):
-    """One Policy for each agent, or a single one with --share-weights; each a copy of the starting network."""
-    names = tuple(agent.name for agent in pipeline.agents)
-    policies = []
-    for group in [names] if config.share_weights else [(name,) for name in names]:
-        network = copy.deepcopy(start)
-        network.gradient_checkpointing = config.gradient_checkpointing
-        policies.append(Policy(group, network, ShardedAdamW(network, config, rank, world)))
-    return policies
+    config: Config
+    pipeline: Pipeline
+    problems: list  # to train on
+    tokenizer: object
+    reference: model.Transformer  # frozen: the weights that every agent started from
+    policies: list  # of Policy
+    sandbox: Sandbox
 
 
-def open_run(config, rank):
+def open_run(config):
     """Claim the run folder and write config.json into it, unless the run goes on."""
     path = os.path.join(config.out, "config.json")
     if config.resume:
@@ -764,12 +694,23 @@ def open_run(config, rank):
     if os.path.exists(path):
         raise InputError(f"{config.out} holds another run: give another --out, or --resume to go on with it")
     barrier()  # every process has looked before one writes
-    if rank == 0:
-        try:
-            os.makedirs(config.out, exist_ok=True)
+    try:
+        os.makedirs(config.out, exist_ok=True)
+        if rank() == 0:
             write_atomically(path, json.dumps(asdict(config), indent=1))
-        except OSError as error:
-            raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
+    except OSError as error:
+        raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
+
+
+def make_policies(start, pipeline, config):
+    """One Policy for each agent, or a single one with --share-weights; each a copy of the starting network."""
+    names = tuple(agent.name for agent in pipeline.agents)
+    policies = []
+    for group in [names] if config.share_weights else [(name,) for name in names]:
+        network = copy.deepcopy(start)
+        network.gradient_checkpointing = config.gradient_checkpointing
+        policies.append(Policy(group, network, ShardedAdamW(network, config)))
+    return policies
 
 
 def stop_on_signals():
@@ -785,6 +726,89 @@ def stop_on_signals():
     return asked
 
 
+def problems_of_step(problems, step, count, seed):
+    """The problems of step 0..: passes over the training problems, each in an order that depends on (seed, pass) alone.
+
+    Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left to later passes.
+    """
+    steps = len(problems) // count
+    order = list(range(len(problems)))
+    random.Random(digest("order", seed, step // steps)).shuffle(order)
+    start = step % steps * count
+    return [problems[i] for i in order[start : start + count]]
+
+
+def train(config):
+    """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
+    device = start_processes(config)
+    open_run(config)
+    pipeline = PIPELINES[config.pipeline]
+    with Sandbox(config.sandbox, timeout=config.sandbox_timeout) as sandbox:
+        reference, tokenizer = starting_model(config, device)
+        policies = make_policies(reference, pipeline, config)
+        problems = pipeline.problems("train")
+        run = Run(config, pipeline, problems, tokenizer, reference.requires_grad_(False), policies, sandbox)
+        done = load_checkpoint(config.out, policies) if config.resume else 0
+        if rank() == 0:
+            cut_log(os.path.join(config.out, "metrics.jsonl"), done)
+            cut_log(os.path.join(config.out, "episodes.jsonl"), done)
+            size = sum(p.numel() for p in reference.parameters())
+            print(f"{len(policies)} x {size:,} weights, {world()} x {device.type}, run folder {config.out}")
+        names = [agent.name for agent in pipeline.agents]
+        before = held_out_figures(run, dict.fromkeys(names, reference), "before")
+        if not steps_until_stop(run, done):
+            return 130
+        after = held_out_figures(run, networks(policies), "after")
+    if rank() == 0:
+        report(before, after, config)
+    return 0
+
+
+def steps_until_stop(run, done):
+    """Train from step done + 1 to the last; False if a signal stopped it early. Saves as it goes, and before it stops."""
+    config, out = run.config, run.config.out
+    asked = stop_on_signals()
+    bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, disable=rank() > 0)
+    for step in bar:
+        try:
+            metrics = train_step(run, step)
+        except RunError:
+            save_checkpoint(out, step - 1, run.policies, run.tokenizer)
+            raise
+        if rank() == 0:
+            append_lines(os.path.join(out, "metrics.jsonl"), [metrics])
+            scores = {n: "none" if a["score"] is None else f"{a['score']:.1f}" for n, a in metrics["agents"].items()}
+            kl = max(a["kl"] for a in metrics["agents"].values())
+            bar.set_postfix(accuracy=f"{metrics['accuracy']:.2f}", **scores, kl=f"{kl:.2f}")
+        stop = all_reduce(torch.tensor(asked.is_set(), dtype=torch.int), dist.ReduceOp.MAX).item()
+        if stop or step % config.save_every == 0 or step == config.steps:
+            save_checkpoint(out, step, run.policies, run.tokenizer)
+        if stop and step < config.steps:
+            return not complain(f"stopped after step {step}; go on with --out {out} --resume", 130)
+    return True
+
+
+def train_step(run, step):
+    """Rollout `step` = 1.. and its updates; returns the line of metrics.jsonl. All processes call it together."""
+    started, config = time.monotonic(), run.config
+    problems = problems_of_step(run.problems, step - 1, config.problems, config.seed)
+    episodes = make_jobs(problems, config.samples)
+    how = sampling(config, ("train", config.seed, step))
+    run_episodes(run.pipeline, networks(run.policies), run.tokenizer, episodes, judge.rules, run.sandbox, how)
+    records = sorted(gather([record(e) for e in episodes]), key=lambda r: r["index"])
+    if rank() == 0:
+        append_lines(os.path.join(config.out, "episodes.jsonl"), [dict(step=step) | r for r in records])
+    check_failures(records, step, config)
+    samples = make_samples(episodes, config)
+    agents = {}
+    for policy in run.policies:
+        own = [s for s in samples if s.action.agent in policy.agents]
+        for name, metrics in update(policy, run.reference, own, step - 1, config).items():
+            agents[name] = summarise_agent(records, name) | metrics
+    accuracy = sum(r["correct"] for r in records) / len(records)
+    return dict(step=step, accuracy=accuracy, seconds=time.monotonic() - started, agents=agents)
+
+
 def check_failures(records, step, config):
     """Raise RunError if the coach failed too often: the rest of its verdicts would be a biased choice."""
     failures = [a["failure"] for r in records for a in r["actions"] if a["failure"]]
@@ -793,80 +817,9 @@ def check_failures(records, step, config):
         raise RunError(f"step {step}: the coach failed on {len(failures)} of {actions} actions, e.g. {failures[0]}")
 
 
-def append_lines(path, objects):
-    with open(path, "a", encoding="utf-8") as f:
-        f.writelines(json.dumps(o) + "\n" for o in objects)
-
-
-def train(config):
-    """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
-    rank, world, device = start_processes(config)
-    open_run(config, rank)
-    pipeline = PIPELINES[config.pipeline]
-    with Sandbox(config.sandbox, timeout=config.sandbox_timeout) as sandbox:
-        reference, tokenizer = starting_model(config, rank, device)
-        policies = make_policies(reference, pipeline, config, rank, world)
-        reference.requires_grad_(False)
-        done = load_checkpoint(config.out, policies) if config.resume else 0
-        barrier()
-        if rank == 0:
-            cut_log(os.path.join(config.out, "metrics.jsonl"), done)
-            cut_log(os.path.join(config.out, "episodes.jsonl"), done)
-            weights = sum(p.numel() for p in reference.parameters())
-            print(f"{config.pipeline}: {len(policies)} x {weights:,} weights on {world} x {device.type}, into {config.out}")
-        before = held_out_figures("before", {a.name: reference for a in pipeline.agents}, tokenizer, sandbox, config)
-        asked = stop_on_signals()
-        bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, disable=rank > 0)
-        for step in bar:
-            try:
-                metrics = train_step(step, policies, reference, tokenizer, sandbox, config)
-            except RunError:
-                save_checkpoint(config.out, step - 1, policies, tokenizer, rank, world)
-                raise
-            if rank == 0:
-                append_lines(os.path.join(config.out, "metrics.jsonl"), [metrics])
-                scores = {n: "none" if a["score"] is None else f"{a['score']:.1f}" for n, a in metrics["agents"].items()}
-                kl = max(a["kl"] for a in metrics["agents"].values())
-                bar.set_postfix(accuracy=f"{metrics['accuracy']:.2f}", **scores, kl=f"{kl:.2f}")
-            stop = all_reduce(torch.tensor(float(asked.is_set()), device=device), dist.ReduceOp.MAX).item() > 0
-            if stop or step % config.save_every == 0 or step == config.steps:
-                save_checkpoint(config.out, step, policies, tokenizer, rank, world)
-            if stop and step < config.steps:
-                if rank == 0:
-                    print(f"\nstopped after step {step}; go on with: --out {config.out} --resume", file=sys.stderr)
-                return 130
-        after = held_out_figures("after", networks(policies), tokenizer, sandbox, config)
-    if rank == 0 and after:
-        report(before, after, config)
-    return 0
-
-
 def networks(policies):
     """agent name -> the network that it acts with."""
     return {name: policy.network for policy in policies for name in policy.agents}
-
-
-def train_step(step, policies, reference, tokenizer, sandbox, config):
-    """One rollout and its updates; returns the line of metrics.jsonl. All processes call it together."""
-    started = time.monotonic()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    pipeline = PIPELINES[config.pipeline]
-    problems = problems_of_step(pipeline.problems("train"), step - 1, config.problems, config.seed)
-    episodes = make_jobs(problems, config.samples, rank, world)
-    how = sampling(config, ("train", config.seed, step))
-    run_episodes(pipeline, networks(policies), tokenizer, episodes, judge.rules, sandbox, how)
-    records = gather_records(episodes)
-    check_failures(records, step, config)
-    if rank == 0:
-        append_lines(os.path.join(config.out, "episodes.jsonl"), [dict(step=step) | r for r in records])
-    samples = make_samples(episodes, config)
-    agents = {}
-    for policy in policies:
-        own = [s for s in samples if s.action.agent in policy.agents]
-        for name, metrics in update(policy, reference, own, step - 1, config).items():
-            agents[name] = summarise_agent(records, name) | metrics
-    accuracy = sum(r["correct"] for r in records) / len(records)
-    return dict(step=step, accuracy=accuracy, seconds=time.monotonic() - started, agents=agents)
 
 
 def sampling(config, stream):
@@ -875,36 +828,44 @@ def sampling(config, stream):
     )
 
 
-def held_out_figures(when, models, tokenizer, sandbox, config):
-    """eval.py's figures on held-out problems, also kept in the run folder's evaluation.json; None without evaluation."""
+def append_lines(path, objects):
+    with open(path, "a", encoding="utf-8") as f:
+        f.writelines(json.dumps(o) + "\n" for o in objects)
+
+
+def held_out_figures(run, models, when):
+    """eval.py's figures of these networks on held-out problems; None with --eval-problems 0."""
+    config = run.config
     if not config.eval_problems:
         return None
-    path = os.path.join(config.out, "evaluation.json")
-    figures = model.read_json(config.out, "evaluation.json", default={"before": None})
-    if figures.get(when):
-        return figures[when]  # of the resumed run
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    pipeline = PIPELINES[config.pipeline]
-    problems = pipeline.problems("held-out")[: config.eval_problems]
+    problems = run.pipeline.problems("held-out")[: config.eval_problems]
     how = sampling(config, ("eval", config.seed))
-    records = evaluate(pipeline, models, tokenizer, problems, config.eval_samples, judge.rules, sandbox, how, rank, world)
-    figures[when] = summarise(records, [agent.name for agent in pipeline.agents])
-    if rank == 0:
-        write_atomically(path, json.dumps(figures, indent=1))
-        print(f"held-out accuracy {when} training: {100 * figures[when]['accuracy']:.1f}%")
-    return figures[when]
+    records = evaluate(run.pipeline, models, run.tokenizer, problems, config.eval_samples, judge.rules, run.sandbox, how)
+    figures = summarise(records, list(models))
+    if rank() == 0:
+        print(f"held-out accuracy {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
+    return figures
 
 
 def report(before, after, config):
     """What a newcomer should see at the end: what was learned, and where to look next."""
-    print(f"\nheld-out problems: {config.eval_problems}, {config.eval_samples} samples each, temperature {config.temperature}")
-    print_summary("before", before)
-    print_summary("after ", after)
-    print(f"every action with its score and the reason: {config.out}/episodes.jsonl    curves: {config.out}/metrics.jsonl")
-    print(f"compare again: python eval.py --run {config.out}")
+    if after:
+        print(f"\n{config.eval_problems} held-out problems, {config.eval_samples} samples each")
+        print_summary("before", before)
+        print_summary("after ", after)
+    print(f"every action, with its score and the reason: {config.out}/episodes.jsonl; curves: {config.out}/metrics.jsonl")
+    print(f"compare again, on other samples: python eval.py --run {config.out} --seed 1")
+
+
+def complain(message, code):
+    """Say one line on stderr, from one process; returns the exit code."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"train.py: {message}", file=sys.stderr)
+    return code
 
 
 def main(argv=None):
+    """The command. Returns its exit code: 0 done, 1 the run cannot go on, 2 bad input, 130 interrupted."""
     try:
         code = train(read_config(argv))
     except InputError as error:
@@ -915,13 +876,6 @@ def main(argv=None):
         code = complain("interrupted", 130)
     if dist.is_initialized():
         dist.destroy_process_group()
-    return code
-
-
-def complain(message, code):
-    """One line on stderr, from one process."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"train.py: {message}", file=sys.stderr)
     return code
 
 
