@@ -83,13 +83,16 @@ def number(text):
 
 
 def normalised(answer):
-    """A form in which equal answers are equal strings: the exact value of a number, else the text without spaces.
+    r"""A form in which equal answers are equal strings: the exact value of a number, else the text, tidied.
 
-    >>> normalised("0.50"), normalised(r"\\frac12"), normalised("( a, b )")
-    ('1/2', '1/2', '(a,b)')
+    >>> normalised("0.50"), normalised(r"\frac12"), normalised("( a, b )"), normalised("1 2")
+    ('1/2', '1/2', '(a,b)', '1 2')
     """
     exact = number(answer)
-    return str(exact) if exact is not None else re.sub(r"\s|\\[,;:! ]|\\left|\\right|\$", "", answer)
+    if exact is not None:
+        return str(exact)
+    text = re.sub(r"\\left|\\right|\\[,;:! ]|\$|\s", " ", answer)
+    return re.sub(r" *([^\w ]) *", r"\1", re.sub(" +", " ", text)).strip()
 
 
 def final_answer(reply):

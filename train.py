@@ -69,13 +69,13 @@ class Config:
     steps: int = 150  # rollouts; each is followed by one pass over it
     problems: int = 32  # problems in a rollout
     samples: int = 2  # episodes for each of them
-    train_batch: int = 64  # episodes for each optimizer step
+    train_batch: int = 32  # episodes for each optimizer step
     reward: typing.Literal["process", "outcome", "mixed"] = "process"  # coach scores, final correctness, or their mean
     advantage: typing.Literal["reinforce++", "grpo", "rloo"] = "reinforce++"  # see set_advantages()
     share_weights: bool = False  # one set of weights for all agents, the control experiment
     beta: float = 0.01  # weight of the KL penalty in the reward
     clip: float = 0.2  # clipping range of the ratio
-    lr: float = 3e-4  # peak learning rate
+    lr: float = 4e-4  # peak learning rate
     lr_warmup: float = 0.03  # share of the optimizer steps in which it rises from 0
     lr_final: float = 0.1  # share of it that the cosine ends at
     adam_beta1: float = 0.9  # decay of the gradient mean
