@@ -1,0 +1,183 @@
+"""The real commands, as a user types them: they learn, resume exactly, refuse bad input, and stop when asked."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+from safetensors.torch import load_file
+
+import eval
+import train
+
+AGENTS = ("Solver", "Coder", "Verifier")
+SMALL = ["--steps", "4", "--problems", "6", "--train-batch", "6", "--eval-problems", "0", "--save-every", "2"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def command(out, options, base=None, launcher=()):
+    """The command line of a run; with a base it starts from that warm-started model."""
+    if base is not None and not (out / "base").exists():
+        shutil.copytree(base, out / "base")
+    return [sys.executable, *launcher, "train.py", "--out", str(out), *options]
+
+
+def run(*args, **kwargs):
+    done = subprocess.run(command(*args, **kwargs), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(out):
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines(out / "metrics.jsonl")]
+
+
+def weights(out, agent):
+    return load_file(out / (out / "latest").read_text().strip() / agent / "model.safetensors")
+
+
+def assert_same(a, b, tolerance):
+    """The same tokens, rewards and metrics, and the same weights up to a tolerance (0: bit for bit)."""
+    assert lines(a / "episodes.jsonl") == lines(b / "episodes.jsonl")
+    for one, other in zip(metrics(a), metrics(b), strict=True):
+        for agent in AGENTS:
+            assert one["agents"][agent] == pytest.approx(other["agents"][agent], abs=tolerance, rel=tolerance)
+        assert (one["step"], one["accuracy"]) == (other["step"], other["accuracy"])
+    for agent in AGENTS:
+        mine, theirs = weights(a, agent), weights(b, agent)
+        assert max((mine[k] - theirs[k]).abs().max().item() for k in mine) <= tolerance
+
+
+@pytest.fixture(scope="module")
+def straight(base, tmp_path_factory):
+    """The run folder of four steps in one go."""
+    out = tmp_path_factory.mktemp("straight")
+    run(out, SMALL, base)
+    return out
+
+
+def test_the_default_command_and_its_evaluation(tmp_path):
+    """A newcomer's first two commands, small: warm start, evaluation before and after, files, and eval.py --json."""
+    done = run(tmp_path / "r", ["--steps", "2", "--problems", "4", "--warm-steps", "20", "--eval-problems", "4"])
+    assert "held-out accuracy before training" in done.stdout and "eval.py --run" in done.stdout
+    for step, line in enumerate(lines(tmp_path / "r" / "metrics.jsonl"), 1):
+        assert line["step"] == step and 0 <= line["accuracy"] <= 1 and line["seconds"] > 0
+        for agent in AGENTS:
+            expected = {"score", "kl", "entropy", "ratio_max", "clip_fraction", "tokens", "truncated", "failures",
+                        "tool_calls", "grad_norm", "lr"}  # fmt: skip
+            assert expected <= set(line["agents"][agent])
+            assert line["agents"][agent]["mismatch"] < 1e-4
+    first = lines(tmp_path / "r" / "episodes.jsonl")[0]
+    assert first["question"] and {"text", "observation", "score", "reason"} <= set(first["actions"][0])
+    assert json.loads((tmp_path / "r" / "config.json").read_text())["problems"] == 4
+    for agent in AGENTS:
+        folder = tmp_path / "r" / "step_000002" / agent
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        assert theirs(torch.tensor([tokenizer("Solver: Tom has 1")["input_ids"]])).logits.isfinite().all()
+    options = ["--run", str(tmp_path / "r"), "--problems", "5", "--samples", "2", "--json"]
+    done = subprocess.run([sys.executable, "eval.py", *options], cwd=ROOT, capture_output=True, text=True, check=True)
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert (figures["problems"], figures["samples"]) == (5, 2)
+    assert set(figures["difference"]) == {"accuracy", "interval"}
+    for system in ("base", "trained"):
+        assert set(figures[system]["agents"]) == set(AGENTS) and len(figures[system]["interval"]) == 2
+
+
+@pytest.mark.parametrize(
+    "options, launcher",
+    [
+        ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]),
+        (["--micro-batch-tokens", "150", "--sample-rows", "5", "--gradient-checkpointing"], []),
+    ],
+    ids=["two processes", "small batches"],
+)
+def test_any_split_of_the_work_gives_the_same_run(straight, base, tmp_path, options, launcher):
+    """FAULTS 3, 6: two processes, or other batches, sample the same tokens, see the same metrics, and end with the same
+    weights (to 1e-5: sums in another order)."""
+    run(tmp_path, SMALL + options, base, launcher)
+    assert_same(tmp_path, straight, 1e-5)
+
+
+def start(out, options, base=None):
+    return subprocess.Popen(
+        command(out, options, base), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline and process.poll() is None, "the run ended or hung too early"
+        time.sleep(0.01)
+
+
+def test_interrupted_and_killed_runs_go_on_bit_for_bit(straight, base, tmp_path):
+    """FAULTS 29, 30. Symptom: a resumed run repeats data, draws other samples, or cannot be resumed at all. Guard: all
+    is a function of (seed, step). Ctrl-C in step 1 saves and exits with 130; kill -9 after step 3 loses that step only;
+    what comes out in the end is, bit for bit, the run of four steps in one go."""
+    process = start(tmp_path, SMALL, base)
+    wait_for((tmp_path / "config.json").exists, process)
+    wait_for(lambda: "0/4" in process.stderr.readline(), process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--resume" in errors
+    assert (tmp_path / "latest").read_text() == "step_000001\n"
+
+    process = start(tmp_path, ["--resume"])
+    wait_for(lambda: len(lines(tmp_path / "metrics.jsonl")) == 3, process)
+    process.kill()
+    process.communicate()
+    assert (tmp_path / "latest").read_text() == "step_000002\n"
+
+    run(tmp_path, ["--resume"])
+    assert_same(tmp_path, straight, 0)
+
+
+def test_controls_run_the_same_way(base, tmp_path):
+    """--reward outcome and --share-weights: coach scores are still recorded; shared agents have the same weights."""
+    run(tmp_path, [*SMALL, "--steps", "1", "--reward", "outcome", "--share-weights", "--advantage", "rloo"], base)
+    assert all(agent["score"] is not None for agent in metrics(tmp_path)[0]["agents"].values())
+    first, second = weights(tmp_path, "Solver"), weights(tmp_path, "Verifier")
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_bad_input_ends_in_one_line_and_code_2(straight, tmp_path, capfd):
+    """FAULT 38. Symptom: a stack trace after minutes of loading. Guard: one sentence, exit code 2, before anything slow."""
+    (tmp_path / "file").write_text("")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    cases = [
+        (train.main, ["--reward", "money"], "invalid choice: 'money'"),
+        (train.main, ["--steps", "many"], "invalid int value"),
+        (train.main, ["--model", str(tmp_path / "none"), "--out", str(tmp_path / "a")], "neither a model folder"),
+        (train.main, ["--model", str(tmp_path), "--out", str(tmp_path / "b")], "has no config.json"),
+        (train.main, ["--out", str(straight)], "holds another run"),
+        (train.main, ["--out", str(straight), "--resume", "--lr", "1"], "was started with --lr 0.0004"),
+        (train.main, ["--out", str(broken), "--resume"], "holds no run to resume"),
+        (train.main, ["--out", str(tmp_path / "file" / "x")], "cannot be written"),
+        (train.main, ["--device", "cuda", "--out", str(tmp_path / "c")], "no usable GPU"),
+        (eval.main, ["--run", str(tmp_path / "none")], "not a readable run folder"),
+        (eval.main, ["--run", str(broken)], "not a readable run folder"),
+        (eval.main, ["--run", str(straight), "--samples", "0"], "start at 1"),
+    ]
+    for main, options, message in cases:
+        try:
+            code = main(options)
+        except SystemExit as exit:
+            code = exit.code
+        errors = capfd.readouterr().err
+        assert code == 2 and message in errors and errors.count("\n") == 1, (options, code, errors)
+    done = subprocess.run([sys.executable, "train.py", "--out", str(straight)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stdout == ""
