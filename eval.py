@@ -9,11 +9,7 @@ What we leave out: significance tests, and evaluation during training beyond the
     python eval.py --run runs/arithmetic            # the base model against the run's last checkpoint
     python eval.py --run runs/arithmetic --json     # the same, and one JSON object as the last line
 """
-import argparse
-import json
-import math
-import os
-import sys
+import argparse, json, math, os, sys
 from collections import Counter
 
 import numpy as np
@@ -25,7 +21,6 @@ from rollout import Sampling, gather, make_jobs, record, run_episodes
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
 
-
 def pass_at_k(samples, correct, k):
     """Unbiased estimate of P(at least one of k samples is right), from `correct` right ones among `samples`.
 
@@ -35,7 +30,6 @@ def pass_at_k(samples, correct, k):
     (0.25, 0.5, 0.0, 1.0)
     """
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
-
 
 def majority(answers, right):
     """Is the most frequent answer right? Votes are over the (normalised) answers, not over their correctness.
@@ -51,7 +45,6 @@ def majority(answers, right):
     leaders = [answer for answer, count in votes.items() if count == most]
     return sum(answer in right for answer in leaders) / len(leaders) if leaders else 0.0
 
-
 def interval(per_problem, resamples=10_000):
     """95% bootstrap interval of the mean over problems; per_problem [P] holds one mean for each problem.
 
@@ -62,7 +55,6 @@ def interval(per_problem, resamples=10_000):
     low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
     return [float(low), float(high)]
 
-
 def by_problem(records):
     """problem id -> the records of its samples. Results carry their problem's id; their order means nothing."""
     groups = {}
@@ -70,12 +62,10 @@ def by_problem(records):
         groups.setdefault(record["problem"], []).append(record)
     return groups
 
-
 def problem_accuracies(records):
     """The share of right samples of each problem, in order of problem id."""
     groups = by_problem(records)
     return [np.mean([r["correct"] for r in groups[problem]]) for problem in sorted(groups)]
-
 
 def summarise_agent(records, name):
     """One agent's numbers: mean score (None if no action has one), and shares or counts of its actions."""
@@ -89,7 +79,6 @@ def summarise_agent(records, name):
         tool_calls=sum(a["status"] != "" for a in actions) / count,
         failures=sum(a["failure"] is not None for a in actions),
     )
-
 
 def summarise(records, names):
     """The figures of one evaluation: accuracy (avg@k) with its interval, pass@k, majority vote, and every agent's."""
@@ -108,15 +97,12 @@ def summarise(records, names):
         agents={name: summarise_agent(records, name) for name in names},
     )
 
-
 def compare(base, trained):
     """Accuracy of trained minus base with a 95% interval, paired: both on the same problems, resampled together."""
     differences = np.subtract(problem_accuracies(trained), problem_accuracies(base))
     return dict(accuracy=float(differences.mean()), interval=interval(differences))
 
-
 # ---- Running ---------------------------------------------------------------------------------------------------------
-
 
 def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, how):
     """Run the pipeline `samples` times on each problem; returns the records of all episodes, on every rank.
@@ -127,16 +113,14 @@ def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, how
     run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how)
     return gather([record(e) for e in episodes])
 
-
 def print_summary(title, summary):
     low, high = summary["interval"]
     passes = ", ".join(f"pass@{k} {100 * p:.1f}%" for k, p in summary["pass_at"].items() if k != "1")
     print(f"{title}: accuracy {100 * summary['accuracy']:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
-          f"{', ' + passes if passes else ''}, majority {100 * summary['majority']:.1f}%")  # fmt: skip
+          f"{', ' + passes if passes else ''}, majority {100 * summary['majority']:.1f}%")
     for name, a in summary["agents"].items():
         score = "none" if a["score"] is None else f"{a['score']:.2f}"
         print(f"    {name:<10} score {score:>5}   truncated {100 * a['truncated']:.1f}%   {a['tokens']:.1f} tokens")
-
 
 def read_run(folder):
     """(config, folder of the base model or hub id, folder of the last checkpoint) of a run folder."""
@@ -151,7 +135,6 @@ def read_run(folder):
     except OSError:
         raise InputError(f"{folder} has no complete checkpoint yet") from None
     return config, config["model"] or os.path.join(folder, "base"), checkpoint
-
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Evaluate a run: its base model against its last checkpoint.")
@@ -174,7 +157,6 @@ def main(argv=None):
     if options.json:
         print(json.dumps(figures))
 
-
 def evaluate_run(options):
     """Both systems of a run on its held-out problems; returns the JSON object that --json prints."""
     if options.problems < 1 or options.samples < 1 or not options.temperature >= 0:
@@ -187,20 +169,14 @@ def evaluate_run(options):
     how = Sampling(stream, options.temperature, config["max_new_tokens"], config["max_context_tokens"])
     records = {}
     with Sandbox(config["sandbox"], timeout=config["sandbox_timeout"]) as sandbox:
-        for title in ("base", "trained"):
-            loaded = [load(base if title == "base" else os.path.join(checkpoint, name)) for name in names]
+        for title, folders in (("base", [base] * len(names)), ("trained", [f"{checkpoint}/{name}" for name in names])):
+            loaded = [load(folder) for folder in folders]
             models = {name: network for name, (network, _) in zip(names, loaded)}
-            records[title] = evaluate(
-                pipeline, models, loaded[0][1], problems, options.samples, judge.rules, sandbox, how
-            )
-    return dict(
-        problems=len(problems),
-        samples=options.samples,
-        base=summarise(records["base"], names),
-        trained=summarise(records["trained"], names),
-        difference=compare(records["base"], records["trained"]),
-    )
-
+            arguments = models, loaded[0][1], problems, options.samples, judge.rules, sandbox, how
+            records[title] = evaluate(pipeline, *arguments)
+    figures = {title: summarise(records[title], names) for title in records}
+    difference = compare(records["base"], records["trained"])
+    return dict(problems=len(problems), samples=options.samples, **figures, difference=difference)
 
 if __name__ == "__main__":
     main()

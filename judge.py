@@ -9,15 +9,13 @@ What we leave out: the language-model coach for the full-size pipelines; `rules`
 
 Try the grading:  python judge.py "so it is \boxed{\frac{1}{2}}" 0.5
 """
-import re
-import sys
+import re, sys
 from dataclasses import dataclass
 from fractions import Fraction
 
 from agents import Agent, Problem, after_thinking, extract_program, value
 
 # ---- What goes in and what comes out ---------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Case:
@@ -31,22 +29,18 @@ class Case:
     status: str  # how the program ended: ok, error, timeout, ...; "" if it ran none
     correct: bool | None  # is the reply's answer right? None for agents whose coach is not shown the truth
 
-
 @dataclass(frozen=True)
 class Verdict:
     score: float  # 0 to 10
     reason: str
     correct: bool | None = None  # the coach's opinion, logged beside the truth
 
-
 @dataclass(frozen=True)
 class Failure:
     kind: str
     detail: str
 
-
 # ---- Grading against the truth ---------------------------------------------------------------------------------------
-
 
 def boxed(text):
     r"""The content of the last complete \boxed{...} behind the thinking part, or None.
@@ -62,7 +56,6 @@ def boxed(text):
             if depth == 0:
                 return text[start:i]
     return None
-
 
 def number(text):
     r"""The exact value of a written number, or None: integers, decimals, fractions, with LaTeX and units around them.
@@ -81,7 +74,6 @@ def number(text):
         return None
     return Fraction(match[1]) / Fraction(match[2] or 1)
 
-
 def normalised(answer):
     r"""A form in which equal answers are equal strings: the exact value of a number, else the text, tidied.
 
@@ -94,12 +86,10 @@ def normalised(answer):
     text = re.sub(r"\\left|\\right|\\[,;:! ]|\$|\s", " ", answer)
     return re.sub(r" *([^\w ]) *", r"\1", re.sub(" +", " ", text)).strip()
 
-
 def final_answer(reply):
     """The normalised answer of a reply, or None if it boxes none. Majority votes count these."""
     answer = boxed(reply)
     return normalised(answer) if answer and answer.strip() else None
-
 
 def grade_math(reply, truth):
     r"""Is the reply's last boxed answer equal in value to the truth? Exact: 0.333 is not 1/3.
@@ -109,13 +99,10 @@ def grade_math(reply, truth):
     """
     return final_answer(reply) == normalised(str(truth))
 
-
 # ---- The offline coach of the arithmetic pipeline --------------------------------------------------------------------
-
 
 def numbers_in(text):
     return sorted(re.findall(r"\d+", text))
-
 
 def score_solver(case):
     """The plan against a right one: value and numbers, whatever their order."""
@@ -127,7 +114,6 @@ def score_solver(case):
     if value(plan) != value(right):
         return Verdict(4, "the numbers are right, an operator is wrong")
     return Verdict(10, "the plan is right")
-
 
 def score_coder(case):
     """The program against the plan that it was handed, right or wrong; without a plan, against the problem itself."""
@@ -143,7 +129,6 @@ def score_coder(case):
         return Verdict(3, f"the program does not compute the plan that it was handed, which gives {target}")
     return Verdict(10, "the program computes what it was handed")
 
-
 def score_verifier(case):
     """The answer against the output that it was handed: a faithful report of a wrong output is not the Verifier's fault."""
     answer, output = final_answer(case.reply), normalised(case.handed["Coder_output"])
@@ -155,7 +140,6 @@ def score_verifier(case):
         return Verdict(6, "a wrong output, faithfully reported", False)
     return Verdict(1, f"the answer {answer} is not the output {output} that it was handed", False)
 
-
 def rules(cases):
     """Score arithmetic cases by rules: each agent for its own job, given what it saw. Deterministic, offline.
 
@@ -166,7 +150,6 @@ def rules(cases):
     if unknown:
         raise ValueError(f"the rules coach knows the arithmetic pipeline only, not this {unknown[0]}")
     return [scorers[case.agent.name](case) for case in cases]
-
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:

@@ -15,11 +15,7 @@ from the plain softmax too.
 
 Look at a model of your own:  python model.py FOLDER_OR_HUB_ID "The capital of France is"
 """
-import json
-import math
-import os
-import re
-import sys
+import json, math, os, re, sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 from agents import InputError
 
 # ---- Configuration: Hugging Face's config.json is the truth; these are the fields of it that the code below reads ----
-
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -49,7 +44,6 @@ class ModelConfig:
     tied: bool  # the output head is the embedding matrix
     qkv_bias: bool  # Qwen2
     qk_norm: bool  # Qwen3
-
 
 def model_config(hf):
     """Translate the dict of a Hugging Face config.json into a ModelConfig.
@@ -69,23 +63,14 @@ def model_config(hf):
         raise InputError(f"this {kind} model uses {', '.join(unsupported)}, which model.py does not implement")
     heads = hf["num_attention_heads"]
     return ModelConfig(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        intermediate_size=hf["intermediate_size"],
-        layers=hf["num_hidden_layers"],
-        heads=heads,
-        kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta") or hf.get("rope_theta", 10_000.0),
-        tied=hf.get("tie_word_embeddings", False),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        vocab_size=hf["vocab_size"], hidden_size=hf["hidden_size"], intermediate_size=hf["intermediate_size"],
+        layers=hf["num_hidden_layers"], heads=heads, kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads, norm_eps=hf.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta") or hf.get("rope_theta", 10_000.0), tied=hf.get("tie_word_embeddings", False),
+        qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3",
     )
 
-
 # ---- The decoder. Attribute names are Hugging Face's, so that weights need no key map --------------------------------
-
 
 class RMSNorm(nn.Module):
     """y = w * x / sqrt(mean(x^2) + eps), computed in float32 whatever x is."""
@@ -100,7 +85,6 @@ class RMSNorm(nn.Module):
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * h.to(x.dtype)
 
-
 def rotary_angles(positions, head_dim, theta):
     """cos and sin [B, T, 1, D] in float32 of the angles position * theta^(-2i/D), for explicit positions [B, T]."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
@@ -108,12 +92,10 @@ def rotary_angles(positions, head_dim, theta):
     angles = torch.cat([angles, angles], dim=-1)[:, :, None]  # [B, T, 1, D]; halves, not pairs, as in HF's layout
     return angles.cos(), angles.sin()
 
-
 def rotate(x, cos, sin):
     """Turn queries or keys x [B, T, heads, D] by their positions' angles."""
     first, second = x.float().chunk(2, dim=-1)
     return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
-
 
 class KVCache:
     """Keys and values of the tokens seen so far, one pair of tensors [B, slots, kv_heads, D] a layer.
@@ -144,7 +126,6 @@ class KVCache:
         self.v[layer][rows, positions] = v
         part = slice(self.first, self.first + len(k)), slice(self.used)
         return self.k[layer][part], self.v[layer][part]
-
 
 class Attention(nn.Module):
     """Grouped-query attention with three uses: training, prefill (fills an empty cache) and decoding (one token)."""
@@ -183,11 +164,9 @@ class Attention(nn.Module):
         # the query heads that share a key head become that head's "sequence", so keys are never copied per query head
         q = q.view(B, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
         visible = torch.arange(S, device=k.device) <= positions  # [B, S]
-        out = F.scaled_dot_product_attention(
-            q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible[:, None, None]
-        )
+        k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, kv_heads, S, D]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None])
         return out.view(B, 1, self.heads, self.head_dim)
-
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
@@ -200,7 +179,6 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
 
 class Block(nn.Module):
     """Pre-norm residual block: attention, then MLP."""
@@ -215,7 +193,6 @@ class Block(nn.Module):
     def forward(self, x, angles, positions, cache, layer):
         x = x + self.self_attn(self.input_layernorm(x), angles, positions, cache, layer)
         return x + self.mlp(self.post_attention_layernorm(x))
-
 
 class Transformer(nn.Module):
     """The decoder. Besides the weights it knows what sampling needs: `stop_ids` and `n_tokens` (tokenizer size)."""
@@ -260,16 +237,13 @@ class Transformer(nn.Module):
             logits = logits.masked_fill(beyond, -math.inf)
         return logits
 
-
 # ---- Sampling --------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class Completion:
     ids: list  # sampled ids, the terminator included
     logprobs: list  # log pi_old of each, at the sampling temperature
     truncated: bool  # the limit came before a terminator
-
 
 def draw(logits, uniforms):
     """Inverse-CDF sampling: the first id whose cumulated probability exceeds u. logits [B, V], uniforms [B].
@@ -285,7 +259,6 @@ def draw(logits, uniforms):
     target = uniforms[:, None] * cdf[:, -1:]
     # right=True: strictly greater, so an id of probability zero is never drawn, not even at u = 0
     return torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-
 
 def prefill(model, contexts, cache, budget):
     """Run the contexts through the model, into the cache; returns the last real token's hidden state of each [B, H].
@@ -305,7 +278,6 @@ def prefill(model, contexts, cache, budget):
     cache.first = 0
     return torch.cat(last)
 
-
 def right_pad(sequences, device):
     """Lists of ids -> ids and positions [B, longest]. The padding is id 0: nothing looks at it, see Attention."""
     ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
@@ -313,7 +285,6 @@ def right_pad(sequences, device):
         ids[row, : len(sequence)] = torch.tensor(sequence)
     ids = ids.to(device)
     return ids, torch.arange(ids.shape[1], device=device).expand_as(ids)
-
 
 @torch.no_grad()
 def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_budget=16_384):
@@ -362,16 +333,13 @@ def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_b
     rows = zip(ids.tolist(), logprobs.tolist(), counts.tolist(), stopped.tolist())
     return [Completion(row[:n], logprob[:n], not end) for row, logprob, n, end in rows]
 
-
 # ---- Scoring ---------------------------------------------------------------------------------------------------------
-
 
 def score_chunk(model, hidden, targets, temperature):
     """hidden [n, H], targets [n] -> log-probabilities [n] and entropies [n] (the latter without gradient)."""
     logprobs = model.logits(hidden, temperature).log_softmax(-1)  # [n, V]
     entropy = torch.special.entr(logprobs.detach().exp()).sum(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy
-
 
 def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     """log pi(y_t | context, y_<t) of every completion token, at the temperature that they were sampled with.
@@ -391,15 +359,11 @@ def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     where = [len(x) - 1 + t for x, y in zip(contexts, completions) for t in range(len(y))]
     hidden = hidden[torch.tensor(rows, device=model.device), torch.tensor(where, device=model.device)]  # [N, H]
     targets = torch.tensor([token for y in completions for token in y], device=model.device)
-    parts = [
-        checkpoint(score_chunk, model, h, y, temperature, use_reentrant=False)
-        for h, y in zip(hidden.split(chunk), targets.split(chunk))
-    ]
+    pairs = zip(hidden.split(chunk), targets.split(chunk))
+    parts = [checkpoint(score_chunk, model, h, y, temperature, use_reentrant=False) for h, y in pairs]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-
 # ---- Weights in and out: Hugging Face folders ------------------------------------------------------------------------
-
 
 def read_json(folder, name, default=None):
     """The content of a JSON file of a model folder; `default`, if there is one, where the file is absent."""
@@ -414,7 +378,6 @@ def read_json(folder, name, default=None):
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
 
-
 def read_weights(folder):
     """name -> tensor of a folder's safetensors, in one file or in several with an index."""
     index = read_json(folder, "model.safetensors.index.json", default={})
@@ -428,7 +391,6 @@ def read_weights(folder):
             raise InputError(f"{os.path.join(folder, name)} is damaged: {error}") from None
     return weights
 
-
 def hf_name(name):
     """The name in a Hugging Face file of one of our parameters.
 
@@ -436,7 +398,6 @@ def hf_name(name):
     ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')
     """
     return name if name.startswith("lm_head") else "model." + name
-
 
 def load(path, device="cpu", dtype=torch.float32):
     """Load (model, tokenizer) from a Hugging Face folder, or from a hub id, which is downloaded.
@@ -470,7 +431,6 @@ def load(path, device="cpu", dtype=torch.float32):
     model.load_state_dict(state, assign=True)
     return model, tokenizer
 
-
 def download(name):
     """The local folder of a model on the Hugging Face hub."""
     from huggingface_hub import snapshot_download
@@ -481,7 +441,6 @@ def download(name):
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
     except Exception as error:  # of dozens of types; all mean that there is no model to go on with
         raise InputError(f"{name} is no folder and cannot be downloaded: {str(error).splitlines()[0]}") from None
-
 
 def save(model, tokenizer, path):
     """Write a Hugging Face folder, which load(), transformers and vLLM open."""
@@ -499,14 +458,12 @@ def save(model, tokenizer, path):
         with open(os.path.join(path, name), "w", encoding="utf-8") as f:
             json.dump(content, f, indent=1)
 
-
 # ---- The embedded model of the miniature pipelines -------------------------------------------------------------------
 
 TINY_CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
 
 def tiny_tokenizer(pieces):
     """A tokenizer whose tokens are the given pieces of text, longest match first; other text becomes <unk>.
@@ -524,15 +481,11 @@ def tiny_tokenizer(pieces):
     words.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     words.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        unk_token="<unk>",
+        tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>", unk_token="<unk>",
         additional_special_tokens=special[2:5],
     )
     tokenizer.chat_template = TINY_CHAT
     return tokenizer
-
 
 def tiny(pieces, seed=0, hidden_size=64, layers=3, heads=4, kv_heads=2):
     """A new, untrained (model, tokenizer) in Qwen3's layout, of about 0.15M weights, for a vocabulary of text pieces."""
@@ -543,14 +496,13 @@ def tiny(pieces, seed=0, hidden_size=64, layers=3, heads=4, kv_heads=2):
         num_key_value_heads=kv_heads, head_dim=hidden_size // heads, max_position_embeddings=1024, rms_norm_eps=1e-6,
         rope_theta=100.0, tie_word_embeddings=True, hidden_act="silu", attention_bias=False,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     model = Transformer(hf, {tokenizer.eos_token_id}, len(tokenizer))
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
     return model, tokenizer
-
 
 if __name__ == "__main__":
     network, tokenizer = load(sys.argv[1])

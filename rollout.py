@@ -19,7 +19,6 @@ import judge
 from agents import Problem, digest, extend, extract_program, handed_on, render
 from model import sample
 
-
 @dataclass
 class Action:
     agent: str
@@ -32,7 +31,6 @@ class Action:
     observation: str | None = None  # what its program answered; None if it ran none
     status: str = ""  # how its program ended; "" if it ran none
     verdict: judge.Verdict | judge.Failure | None = None
-
 
 @dataclass
 class Episode:
@@ -52,7 +50,6 @@ class Episode:
         """Is that answer right? From the truth alone, never from the coach."""
         return self.answer is not None and judge.grade_math(self.actions[-1].text, self.problem.answer)
 
-
 @dataclass(frozen=True)
 class Sampling:
     """How to sample. The uniforms of an action are a function of (stream, problem, sample, agent, turn) and no more."""
@@ -63,7 +60,6 @@ class Sampling:
     max_context_tokens: int = 512
     rows: int = 256  # contexts in one batch
 
-
 def uniforms(stream, problem_id, sample_index, agent, turn, count):
     """One uniform number per token, in [0, 1), for one action.
 
@@ -73,16 +69,13 @@ def uniforms(stream, problem_id, sample_index, agent, turn, count):
     seed = digest(stream, problem_id, sample_index, agent, turn)
     return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).random_sample(count)
 
-
 def rank():
     """This process's number, 0 without torchrun."""
     return dist.get_rank() if dist.is_initialized() else 0
 
-
 def world():
     """How many processes work on this run."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
 
 def gather(items):
     """The concatenated lists of all processes, on every process. A collective: all must call it."""
@@ -92,7 +85,6 @@ def gather(items):
         dist.all_gather_object(parts, items)
     return [item for part in parts for item in part]
 
-
 def make_jobs(problems, samples):
     """This process's share of all episodes of a step: new Episodes, dealt out in turn.
 
@@ -101,7 +93,6 @@ def make_jobs(problems, samples):
     """
     jobs = [Episode(i * samples + k, problem, k) for i, problem in enumerate(problems) for k in range(samples)]
     return jobs[rank() :: world()]
-
 
 def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how):
     """Run the pipeline on new episodes, in place; returns them.
@@ -139,7 +130,6 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how):
             sandbox.remove_workspace(workspace)
     return episodes
 
-
 def next_context(pipeline, agent, episode, turn, tokenizer, how):
     """The ids under which the agent acts next: rendered for its first turn, extended from its last one afterwards."""
     if turn:
@@ -147,7 +137,6 @@ def next_context(pipeline, agent, episode, turn, tokenizer, how):
         return extend(tokenizer, last.context_ids, last.ids, last.observation)
     values = handed_on(pipeline, episode.problem, episode.actions)
     return render(tokenizer, agent, values | {"max_new_tokens": str(how.max_new_tokens)})
-
 
 def drop_too_long(episodes, contexts, agent, how):
     """End the episodes whose next context is over the limit, saying so; cutting it would hide what the agent missed."""
@@ -157,19 +146,16 @@ def drop_too_long(episodes, contexts, agent, how):
     pairs = [(e, c) for e, c in zip(episodes, contexts) if not e.error]
     return [e for e, _ in pairs], [c for _, c in pairs]
 
-
 def reply(agent, turn, episodes, contexts, model, tokenizer, how):
     """Sample the agent's reply in each episode and append it as an Action."""
     for start in range(0, len(episodes), how.rows):
         part = slice(start, start + how.rows)
-        draws = [
-            uniforms(how.stream, e.problem.id, e.sample, agent.name, turn, how.max_new_tokens) for e in episodes[part]
-        ]
+        who = [(e.problem.id, e.sample, agent.name, turn) for e in episodes[part]]
+        draws = [uniforms(how.stream, *identity, how.max_new_tokens) for identity in who]
         completions = sample(model, contexts[part], draws, how.max_new_tokens, how.temperature)
         for episode, context, c in zip(episodes[part], contexts[part], completions):
             text = tokenizer.decode(c.ids, skip_special_tokens=True)
             episode.actions.append(Action(agent.name, turn, context, c.ids, c.logprobs, c.truncated, text))
-
 
 def run_program(pipeline, episode, sandbox, workspace):
     """Run the program in the episode's last reply, if it has one, and record what came of it."""
@@ -179,14 +165,12 @@ def run_program(pipeline, episode, sandbox, workspace):
         result = sandbox.run(code, workspace)
         action.status, action.observation = result.status, pipeline.show(result)
 
-
 def make_case(pipeline, agent, episode, handed):
     """What the coach is shown of the episode's last action. The truth goes in only where the pipeline says so."""
     action = episode.actions[-1]
     text = handed_on(pipeline, episode.problem, [action])[agent.name]
     correct = judge.grade_math(action.text, episode.problem.answer) if agent.coach_sees_truth else None
     return judge.Case(episode.problem, agent, handed, text, action.observation, action.status, correct)
-
 
 def record(episode):
     """An episode as a line of episodes.jsonl."""
@@ -197,13 +181,11 @@ def record(episode):
         if isinstance(a.verdict, judge.Verdict):
             entry |= dict(score=a.verdict.score, reason=a.verdict.reason, opinion=a.verdict.correct)
         else:
-            entry |= dict(failure=f"{a.verdict.kind}: {a.verdict.detail}")
+            entry["failure"] = f"{a.verdict.kind}: {a.verdict.detail}"
         actions.append(entry)
-    return dict(
-        index=episode.index, problem=episode.problem.id, question=episode.problem.question, truth=episode.problem.answer,
-        sample=episode.sample, answer=episode.answer, correct=episode.correct, error=episode.error, actions=actions,
-    )  # fmt: skip
-
+    e, problem = episode, episode.problem
+    return dict(index=e.index, problem=problem.id, question=problem.question, truth=problem.answer, sample=e.sample,
+                answer=e.answer, correct=e.correct, error=e.error, actions=actions)
 
 if __name__ == "__main__":
     import model

@@ -25,21 +25,7 @@ pipeline parallelism. Where the official code differs from the paper we follow t
     python train.py --reward outcome                       # the control: everyone is paid for the final answer only
     torchrun --standalone --nproc_per_node=8 train.py      # the same run on eight processes
 """
-import argparse
-import contextlib
-import copy
-import inspect
-import json
-import math
-import os
-import random
-import re
-import shutil
-import signal
-import sys
-import threading
-import time
-import typing
+import argparse, contextlib, copy, inspect, json, math, os, random, re, shutil, signal, sys, threading, time, typing
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 
@@ -56,7 +42,6 @@ from eval import evaluate, print_summary, summarise, summarise_agent
 from rollout import Sampling, gather, make_jobs, rank, record, run_episodes, world
 
 # ---- Configuration. Each field is an option of the command line, with its comment as help ----------------------------
-
 
 @dataclass
 class Config:
@@ -102,7 +87,6 @@ class Config:
     device: typing.Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
     collective_timeout: float = 3600.0  # seconds until a process that waits for the others gives up
 
-
 PRESETS = {
     "arithmetic": {},  # the defaults above
     "mathchat": dict(  # the paper's numbers; 128 rollouts are 8 passes over 512 problems
@@ -110,20 +94,17 @@ PRESETS = {
         max_new_tokens=4096, max_context_tokens=24_576, sandbox_timeout=30.0, micro_batch_tokens=16_384,
         gradient_checkpointing=True, save_every=32, sample_rows=64, warm_steps=0,
     ),
-}  # fmt: skip
+}
 
 # what may change when a run goes on: none of these changes a number
-FREE_ON_RESUME = {"resume", "out", "preset", "save_every", "micro_batch_tokens", "gradient_checkpointing",
-                  "sample_rows", "device", "collective_timeout"}  # fmt: skip
-
+FREE_ON_RESUME = ("resume", "out", "preset", "save_every", "micro_batch_tokens", "gradient_checkpointing",
+                  "sample_rows", "device", "collective_timeout")
 
 class RunError(Exception):
-    """A run cannot go on, through no fault of its input. One sentence; all that can be saved has been."""
-
+    """A run cannot go on, through no fault of its input. One sentence; the run folder holds what to resume from."""
 
 def option(name):
     return "--" + name.replace("_", "-")
-
 
 def config_parser():
     """An argparse parser with one option for each field of Config; only what was given appears in its result."""
@@ -141,7 +122,6 @@ def config_parser():
         parser.add_argument(option(f.name), **how)
     return parser
 
-
 def read_config(argv):
     """The Config of a command line: the options given, over the preset's values (or the saved run's), over defaults."""
     given = vars(config_parser().parse_args(argv))
@@ -156,7 +136,6 @@ def read_config(argv):
         config = saved_config(config.out, given)
     check_config(config)
     return config
-
 
 def saved_config(out, given):
     """The config of the run in `out`, with the free options given now; any other one must be as it was."""
@@ -173,20 +152,19 @@ def saved_config(out, given):
         setattr(saved, name, now)
     return saved
 
-
 def check_config(c):
     """Raise InputError for values that make no sense, before anything slow has started."""
-    any_number = {"seed"}
-    from_zero = {"beta", "clip", "weight_decay", "warm_steps", "eval_problems"}
-    shares = {"lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2"}
+    from_zero = ("seed", "beta", "clip", "weight_decay", "warm_steps", "eval_problems")
+    shares = ("lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2")
     for f in fields(c):
-        number, name = getattr(c, f.name), option(f.name)
-        if f.type not in (int, float) or f.name in any_number:
+        number = getattr(c, f.name)
+        if f.type not in (int, float):
             continue
-        if not math.isfinite(number) or number < 0 or (number == 0 and f.name not in from_zero | shares):
-            raise InputError(f"{name} must be {'0 or more' if f.name in from_zero else 'over 0'}, not {number}")
-        if f.name in shares and number > 1:
-            raise InputError(f"{name} is a share: it must lie in 0 to 1, not {number}")
+        if f.name in shares and not 0 <= number <= 1:
+            raise InputError(f"{option(f.name)} is a share: it must lie in 0 to 1, not {number}")
+        if not 0 <= number < math.inf or (number == 0 and f.name not in from_zero + shares):
+            bound = "0 or more" if f.name in from_zero else "over 0"
+            raise InputError(f"{option(f.name)} must be {bound}, not {number}")
     if not c.model and not PIPELINES[c.pipeline].pieces:
         raise InputError(f"the {c.pipeline} pipeline needs a pretrained model: give --model FOLDER_OR_ID")
     if PIPELINES[c.pipeline].problems is None:
@@ -194,9 +172,7 @@ def check_config(c):
     if c.advantage != "reinforce++" and c.samples < 2:
         raise InputError(f"--advantage {c.advantage} compares samples of a problem: give --samples 2 or more")
 
-
 # ---- Processes. Every process calls the same collectives in the same order, whatever its data ------------------------
-
 
 def start_processes(config):
     """Join the processes that torchrun started, if it did; returns this process's device."""
@@ -213,25 +189,21 @@ def start_processes(config):
         dist.init_process_group(backend, timeout=timedelta(seconds=config.collective_timeout))
     return torch.device("cuda", local) if gpus else torch.device("cpu")
 
-
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
     """Sum (or another reduction) of a tensor over all processes, in place; returns it."""
     if world() > 1:
         dist.all_reduce(tensor, op)
     return tensor
 
-
 def barrier():
     if world() > 1:
         dist.barrier()
-
 
 # torch 2.13 renamed these two
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # ---- Rewards and advantages ------------------------------------------------------------------------------------------
-
 
 @dataclass
 class Sample:
@@ -246,7 +218,6 @@ class Sample:
     advantage: torch.Tensor = None  # [T]
     seen: dict = None  # what its forward pass showed, see accumulate()
 
-
 def reward_of(action, correct, kind):
     """R in [0, 1] of one action, or None if its verdict failed. The one place where the coach's 0-10 is scaled.
 
@@ -260,7 +231,6 @@ def reward_of(action, correct, kind):
     assert 0 <= score <= 1, f"a coach gave {action.verdict.score}"  # NaN fails this too
     return score if kind == "process" else (score + float(correct)) / 2
 
-
 def make_samples(episodes, config):
     """A Sample for every action of this process's episodes."""
     samples = []
@@ -272,7 +242,6 @@ def make_samples(episodes, config):
             samples.append(Sample(a, group, batch, reward or 0.0, float(kept)))
     return samples
 
-
 def returns_to_go(kl, reward, beta):
     """G_t = sum_{u >= t} (-beta kl_u) + reward, for kl [T].
 
@@ -282,7 +251,6 @@ def returns_to_go(kl, reward, beta):
     r = -beta * kl
     r[-1] += reward
     return r.flip(0).cumsum(0).flip(0)
-
 
 def whiten(values):
     """(values - mean) / std over all tokens of all processes' tensors; zeros if they hardly differ.
@@ -296,7 +264,6 @@ def whiten(values):
     std = math.sqrt(all_reduce((flat - mean).square().sum()).item() / max(count, 1))
     scale = 1 / std if std > 1e-4 else 0.0
     return [((v.double() - mean) * scale).float() for v in values]
-
 
 def compare_in_groups(samples, kind):
     """The samples' rewards, each compared with its group's, over all processes.
@@ -315,7 +282,6 @@ def compare_in_groups(samples, kind):
         compared.append((s.reward - mean) * scale)
     return compared
 
-
 def set_advantages(samples, config):
     """Fill in the advantages of one agent's samples (this process's share of them).
 
@@ -330,9 +296,7 @@ def set_advantages(samples, config):
     for s, advantage in zip(used, whiten(returns) if plain else returns):
         s.advantage = advantage
 
-
 # ---- Loss ------------------------------------------------------------------------------------------------------------
-
 
 def policy_loss(logprobs, old, advantages, weights, clip):
     """Sum over tokens of weight * -min(rho A, clip(rho, 1 - clip, 1 + clip) A). All arguments [N] but the last.
@@ -344,7 +308,6 @@ def policy_loss(logprobs, old, advantages, weights, clip):
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     # where, not a product alone: 0 * nan is nan
     return -torch.where(weights > 0, weights * objective, 0.0).sum(), ratio.detach()
-
 
 def pack(samples, budget):
     """Split samples into micro-batches of at most `budget` padded tokens, alike lengths together.
@@ -359,13 +322,11 @@ def pack(samples, budget):
         batches[-1].append(s)
     return batches
 
-
 def score(network, samples, temperature):
     """log-probabilities and entropies of the samples' tokens, each as a list of [T] tensors."""
     contexts, ids = [s.action.context_ids for s in samples], [s.action.ids for s in samples]
     lengths = [len(y) for y in ids]
     return [flat.split(lengths) for flat in model.token_logprobs(network, contexts, ids, temperature)]
-
 
 @torch.no_grad()
 def set_kl(samples, reference, config):
@@ -374,9 +335,7 @@ def set_kl(samples, reference, config):
         for s, logprobs in zip(micro, score(reference, micro, config.temperature)[0]):
             s.kl = torch.tensor(s.action.logprobs) - logprobs.cpu()
 
-
 # ---- Optimizer: AdamW, sharded over the processes (ZeRO stage 1), with float32 master weights ------------------------
-
 
 class ShardedAdamW:
     """AdamW for one agent's network. With N processes, each holds and updates 1/N of the float32 master weights:
@@ -428,7 +387,7 @@ class ShardedAdamW:
         self.gradient = None
         norm = math.sqrt(all_reduce(g.double().square().sum()).item())
         if not math.isfinite(norm):
-            raise RunError("a gradient is not finite")
+            raise RunError("a gradient is not finite; the last checkpoint is from before it")
         g = g * min(1.0, c.max_grad_norm / (norm + 1e-6))
         self.updates += 1
         self.mean.lerp_(g, 1 - c.adam_beta1)
@@ -464,7 +423,6 @@ class ShardedAdamW:
                     tensor[first - start : last - start] = f.get_slice(name)[first - other * size : last - other * size]
         self.publish()
 
-
 def learning_rate(update, updates, config):
     """lr of optimizer step `update` = 0.. of `updates`: linear warm-up, then a cosine down to lr * lr_final, and no more.
 
@@ -478,9 +436,7 @@ def learning_rate(update, updates, config):
     progress = min(1.0, (update - warmup) / max(1, updates - warmup))  # clamped: an unclamped cosine climbs again
     return config.lr * (config.lr_final + (1 - config.lr_final) * (1 + math.cos(math.pi * progress)) / 2)
 
-
 # ---- One update of one set of weights --------------------------------------------------------------------------------
-
 
 @dataclass
 class Policy:
@@ -489,7 +445,6 @@ class Policy:
     agents: tuple  # of names
     network: model.Transformer
     optimizer: ShardedAdamW
-
 
 def update(policy, reference, samples, step, config):
     """All optimizer steps of a policy for rollout `step` = 0..; returns agent -> metrics.
@@ -514,7 +469,6 @@ def update(policy, reference, samples, step, config):
     rows = gather([(s.action.agent, s.batch, len(s.kl), s.kl.double().sum().item(), s.seen) for s in samples])
     return {name: agent_metrics([row[1:] for row in rows if row[0] == name]) | common for name in policy.agents}
 
-
 def accumulate(policy, samples, actions, config):
     """Sum the gradients of one optimizer step's loss over micro-batches; `actions`: how many it has on all processes."""
     policy.optimizer.zero_grad()
@@ -529,7 +483,6 @@ def accumulate(policy, samples, actions, config):
         for s, r, h in zip(micro, ratio.split([len(x) for x in logprobs]), entropies):
             clipped = ((r - 1).abs() > config.clip).sum().item()
             s.seen = dict(entropy=h.sum().item(), clipped=clipped, ratio=r.max().item(), off=r.log().abs().max().item())
-
 
 def agent_metrics(rows):
     """One agent's metrics, from (batch, tokens, sum of kl, seen) of its actions on all processes.
@@ -548,9 +501,7 @@ def agent_metrics(rows):
         mismatch=max((seen["off"] for batch, _, seen in trained if batch == 0), default=0.0),
     )
 
-
 # ---- Checkpoints: written beside, then renamed; `latest` last --------------------------------------------------------
-
 
 def write_atomically(path, text):
     """Replace a file's content so that a reader, or a crash, sees the old one or the new one and nothing between."""
@@ -559,7 +510,6 @@ def write_atomically(path, text):
         f.flush()
         os.fsync(f.fileno())
     os.replace(path + ".partial", path)
-
 
 def publish_folder(partial, final):
     """Give a complete folder its name, after its content has reached the disk."""
@@ -571,10 +521,11 @@ def publish_folder(partial, final):
     shutil.rmtree(final, ignore_errors=True)
     os.rename(partial, final)
 
-
 def save_checkpoint(out, step, policies, tokenizer):
     """Write OUT/step_NNNNNN: a Hugging Face folder for each agent, and the optimizer's shards. All processes call it."""
     name = f"step_{step:06d}"
+    if latest_checkpoint(out) == name:
+        return  # replacing it would leave a moment without any
     final, partial = os.path.join(out, name), os.path.join(out, name + ".partial")
     shards = os.path.join(partial, "optimizer")
     if rank() == 0:
@@ -595,22 +546,27 @@ def save_checkpoint(out, step, policies, tokenizer):
                 shutil.rmtree(os.path.join(out, old, "optimizer"), ignore_errors=True)
     barrier()
 
+def latest_checkpoint(out):
+    """The name of the last complete checkpoint in a run folder; nothing if there is none yet."""
+    path = os.path.join(out, "latest")
+    if not os.path.exists(path):
+        return ""
+    with open(path, encoding="utf-8") as f:
+        return f.read().strip()
 
 def load_checkpoint(out, policies):
     """Bring the policies to the state of the last complete checkpoint; returns its step, 0 if there is none yet."""
-    if not os.path.exists(os.path.join(out, "latest")):
+    if not latest_checkpoint(out):
         return 0
+    folder = os.path.join(out, latest_checkpoint(out))
     try:
-        with open(os.path.join(out, "latest"), encoding="utf-8") as f:
-            folder = os.path.join(out, f.read().strip())
         with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
             state = json.load(f)
         for policy in policies:
             policy.optimizer.load(os.path.join(folder, "optimizer", policy.agents[0]), state["processes"])
     except Exception as error:  # safetensors raises a type of its own
-        raise InputError(f"the last checkpoint of {out} cannot be read: {error}") from None
+        raise InputError(f"the checkpoint {folder} cannot be read: {error}") from None
     return state["step"]
-
 
 def cut_log(path, steps):
     """Drop the lines of a log that belong to steps after `steps`: the resumed run will write them again."""
@@ -622,9 +578,7 @@ def cut_log(path, steps):
                         new.write(line)
         os.replace(path + ".partial", path)
 
-
 # ---- The embedded model's start: supervised learning on demonstrations of which half are wrong -----------------------
-
 
 def demonstration_ids(tokenizer, demonstration):
     """(context ids, ids to learn, terminator included) of a Demonstration."""
@@ -634,7 +588,6 @@ def demonstration_ids(tokenizer, demonstration):
     for reply_ids, (_, observation) in zip(ids, demonstration.turns):
         context = extend(tokenizer, context, reply_ids, observation)
     return context, ids[-1]
-
 
 def warm_start(network, tokenizer, pipeline, config):
     """Train a new embedded model until it can do every agent's job, right about half of the time."""
@@ -656,22 +609,18 @@ def warm_start(network, tokenizer, pipeline, config):
         bar.set_postfix(loss=f"{-logprobs.mean().item():.3f}")
     torch.set_num_threads(threads)
 
-
-def starting_model(config, device):
-    """(network, tokenizer) that every agent starts from, and is held close to: --model, or the warm-started tiny one."""
+def embedded_model(config):
+    """The folder of the warm-started embedded model, RUN/base, made by the first process unless it is there already."""
     base, pipeline = os.path.join(config.out, "base"), PIPELINES[config.pipeline]
-    if not config.model and rank() == 0 and not os.path.isdir(base):
+    if rank() == 0 and not os.path.isdir(base):
         network, tokenizer = model.tiny(pipeline.pieces, config.seed)
         warm_start(network, tokenizer, pipeline, config)
         model.save(network, tokenizer, base + ".partial")
         publish_folder(base + ".partial", base)
     barrier()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return model.load(config.model or base, device, dtype)
-
+    return base
 
 # ---- The loop --------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class Run:
@@ -684,7 +633,6 @@ class Run:
     reference: model.Transformer  # frozen: the weights that every agent started from
     policies: list  # of Policy
     sandbox: Sandbox
-
 
 def open_run(config):
     """Claim the run folder and write config.json into it, unless the run goes on."""
@@ -701,7 +649,6 @@ def open_run(config):
     except OSError as error:
         raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
 
-
 def make_policies(start, pipeline, config):
     """One Policy for each agent, or a single one with --share-weights; each a copy of the starting network."""
     names = tuple(agent.name for agent in pipeline.agents)
@@ -711,7 +658,6 @@ def make_policies(start, pipeline, config):
         network.gradient_checkpointing = config.gradient_checkpointing
         policies.append(Policy(group, network, ShardedAdamW(network, config)))
     return policies
-
 
 def stop_on_signals():
     """An Event that Ctrl-C, or torchrun's SIGTERM, sets; a second Ctrl-C ends the process where it stands."""
@@ -725,7 +671,6 @@ def stop_on_signals():
     signal.signal(signal.SIGTERM, ask)
     return asked
 
-
 def problems_of_step(problems, step, count, seed):
     """The problems of step 0..: passes over the training problems, each in an order that depends on (seed, pass) alone.
 
@@ -737,14 +682,18 @@ def problems_of_step(problems, step, count, seed):
     start = step % steps * count
     return [problems[i] for i in order[start : start + count]]
 
-
 def train(config):
     """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
-    device = start_processes(config)
-    open_run(config)
-    pipeline = PIPELINES[config.pipeline]
+    device, pipeline = start_processes(config), PIPELINES[config.pipeline]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with Sandbox(config.sandbox, timeout=config.sandbox_timeout) as sandbox:
-        reference, tokenizer = starting_model(config, device)
+        if config.model:
+            start = model.load(config.model, device, dtype)  # before the folder is claimed: the model may be missing
+            open_run(config)
+        else:
+            open_run(config)
+            start = model.load(embedded_model(config), device, dtype)
+        reference, tokenizer = start
         policies = make_policies(reference, pipeline, config)
         problems = pipeline.problems("train")
         run = Run(config, pipeline, problems, tokenizer, reference.requires_grad_(False), policies, sandbox)
@@ -763,18 +712,13 @@ def train(config):
         report(before, after, config)
     return 0
 
-
 def steps_until_stop(run, done):
     """Train from step done + 1 to the last; False if a signal stopped it early. Saves as it goes, and before it stops."""
     config, out = run.config, run.config.out
     asked = stop_on_signals()
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, disable=rank() > 0)
     for step in bar:
-        try:
-            metrics = train_step(run, step)
-        except RunError:
-            save_checkpoint(out, step - 1, run.policies, run.tokenizer)
-            raise
+        metrics = train_step(run, step)
         if rank() == 0:
             append_lines(os.path.join(out, "metrics.jsonl"), [metrics])
             scores = {n: "none" if a["score"] is None else f"{a['score']:.1f}" for n, a in metrics["agents"].items()}
@@ -785,8 +729,8 @@ def steps_until_stop(run, done):
             save_checkpoint(out, step, run.policies, run.tokenizer)
         if stop and step < config.steps:
             return not complain(f"stopped after step {step}; go on with --out {out} --resume", 130)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return True
-
 
 def train_step(run, step):
     """Rollout `step` = 1.. and its updates; returns the line of metrics.jsonl. All processes call it together."""
@@ -798,7 +742,9 @@ def train_step(run, step):
     records = sorted(gather([record(e) for e in episodes]), key=lambda r: r["index"])
     if rank() == 0:
         append_lines(os.path.join(config.out, "episodes.jsonl"), [dict(step=step) | r for r in records])
-    check_failures(records, step, config)
+    if too_many_failures(records, config):
+        save_checkpoint(config.out, step - 1, run.policies, run.tokenizer)
+        raise RunError(f"step {step}: {too_many_failures(records, config)}")
     samples = make_samples(episodes, config)
     agents = {}
     for policy in run.policies:
@@ -808,30 +754,24 @@ def train_step(run, step):
     accuracy = sum(r["correct"] for r in records) / len(records)
     return dict(step=step, accuracy=accuracy, seconds=time.monotonic() - started, agents=agents)
 
-
-def check_failures(records, step, config):
-    """Raise RunError if the coach failed too often: the rest of its verdicts would be a biased choice."""
+def too_many_failures(records, config):
+    """A sentence if the coach failed on too many actions (the rest would be a biased choice of them), else nothing."""
     failures = [a["failure"] for r in records for a in r["actions"] if a["failure"]]
     actions = sum(len(r["actions"]) for r in records)
     if len(failures) > config.max_failures * actions:
-        raise RunError(f"step {step}: the coach failed on {len(failures)} of {actions} actions, e.g. {failures[0]}")
-
+        return f"the coach failed on {len(failures)} of {actions} actions, e.g. {failures[0]}"
 
 def networks(policies):
     """agent name -> the network that it acts with."""
     return {name: policy.network for policy in policies for name in policy.agents}
 
-
 def sampling(config, stream):
-    return Sampling(
-        stream, config.temperature, config.max_new_tokens, config.max_context_tokens, rows=config.sample_rows
-    )
-
+    limits = config.max_new_tokens, config.max_context_tokens
+    return Sampling(stream, config.temperature, *limits, config.sample_rows)
 
 def append_lines(path, objects):
     with open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(o) + "\n" for o in objects)
-
 
 def held_out_figures(run, models, when):
     """eval.py's figures of these networks on held-out problems; None with --eval-problems 0."""
@@ -846,7 +786,6 @@ def held_out_figures(run, models, when):
         print(f"held-out accuracy {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
     return figures
 
-
 def report(before, after, config):
     """What a newcomer should see at the end: what was learned, and where to look next."""
     if after:
@@ -856,13 +795,11 @@ def report(before, after, config):
     print(f"every action, with its score and the reason: {config.out}/episodes.jsonl; curves: {config.out}/metrics.jsonl")
     print(f"compare again, on other samples: python eval.py --run {config.out} --seed 1")
 
-
 def complain(message, code):
     """Say one line on stderr, from one process; returns the exit code."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"train.py: {message}", file=sys.stderr)
     return code
-
 
 def main(argv=None):
     """The command. Returns its exit code: 0 done, 1 the run cannot go on, 2 bad input, 130 interrupted."""
@@ -877,7 +814,6 @@ def main(argv=None):
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
-
 
 if __name__ == "__main__":
     sys.exit(main())

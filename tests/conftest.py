@@ -12,11 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """Folder of an embedded model after a short warm start: it speaks the agents' formats, and is often wrong."""
-    import torch
-
     import train
 
     out = tmp_path_factory.mktemp("warm")
-    config = train.Config(out=str(out), warm_steps=120)
-    train.starting_model(config, torch.device("cpu"))
+    train.embedded_model(train.Config(out=str(out), warm_steps=120))
     return out / "base"

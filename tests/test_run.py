@@ -14,6 +14,7 @@ from conftest import ROOT
 from safetensors.torch import load_file
 
 import eval
+import judge
 import train
 
 AGENTS = ("Solver", "Coder", "Verifier")
@@ -181,3 +182,19 @@ def test_bad_input_ends_in_one_line_and_code_2(straight, tmp_path, capfd):
         assert code == 2 and message in errors and errors.count("\n") == 1, (options, code, errors)
     done = subprocess.run([sys.executable, "train.py", "--out", str(straight)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stdout == ""
+
+def test_a_failing_coach_stops_the_run_with_everything_saved(base, tmp_path, monkeypatch, capfd):
+    """FAULT 32: the run ends with code 1 and one sentence; the state before the bad rollout is saved, and goes on."""
+    calls, rules = [], judge.rules
+
+    def flaky(cases):  # four calls a step: Solver, Coder, Coder again, Verifier
+        calls.append(cases)
+        return [judge.Failure("timeout", "no answer")] * len(cases) if len(calls) > 4 else rules(cases)
+
+    monkeypatch.setattr(train.judge, "rules", flaky)
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)  # pytest's own Ctrl-C stays as it is
+    shutil.copytree(base, tmp_path / "base")
+    assert train.main(["--out", str(tmp_path), *SMALL, "--problems", "2", "--train-batch", "4"]) == 1
+    assert "step 2: the coach failed on" in capfd.readouterr().err
+    assert (tmp_path / "latest").read_text() == "step_000001\n"
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]
