@@ -11,42 +11,15 @@ What we leave out: agents that talk in free order, tools other than Python, and 
 
 See the prompts of a pipeline:  python -c "import agents; agents.show_prompts('arithmetic')"
 """
-import atexit
-import contextlib
-import ctypes
-import dataclasses
-import errno
-import gc
-import hashlib
-import importlib
-import json
-import linecache
-import math
-import os
-import platform
-import queue
-import random
-import re
-import resource
-import select
-import signal
-import socket
-import stat
-import struct
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-import traceback
-import types
+import atexit, ctypes, errno, gc, glob, hashlib, importlib, json, linecache, math, os, platform, queue, random, re, resource
+import select, signal, socket, stat, struct, subprocess, sys, tempfile, threading, time, traceback, types
 from collections.abc import Callable
-from dataclasses import dataclass
-
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 class InputError(Exception):
     """Bad input from the user. The message is one sentence: what, where, what to do. Commands print it and exit with 2."""
-
 
 def digest(*parts):
     """A number in [0, 2^64) that depends on nothing but the parts.
@@ -58,9 +31,7 @@ def digest(*parts):
     """
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
-
 # ---- Problems, agents, pipelines -------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -68,7 +39,6 @@ class Problem:
     question: str
     answer: str  # the truth: never in a prompt, never in a workspace
     expression: str = ""  # arithmetic only: a right plan, for the offline coach
-
 
 @dataclass(frozen=True)
 class Agent:
@@ -78,7 +48,6 @@ class Agent:
     max_actions: int = 1
     uses_tools: bool = False  # the code blocks of its reply run as one program
     coach_sees_truth: bool = False  # only then is the coach shown the true answer
-
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -90,14 +59,12 @@ class Pipeline:
     pieces: tuple = ()  # vocabulary of the embedded model
     demonstration: Callable | None = None  # random.Random -> Demonstration for the embedded model's warm start
 
-
 @dataclass(frozen=True)
 class Demonstration:
     agent: Agent
     values: dict  # fills the agent's prompt
     turns: tuple  # earlier (reply, observation) pairs of the same agent
     reply: str  # what to learn
-
 
 def after_thinking(text):
     """The part of a reply behind its thinking part; nothing if the thinking never ended.
@@ -107,7 +74,6 @@ def after_thinking(text):
     """
     _, closed, rest = text.rpartition("</think>")
     return rest if closed or "<think>" not in text else ""
-
 
 def extract_program(text):
     r"""The Python blocks of a reply's part after thinking, joined in order to one program; None if there are none.
@@ -122,7 +88,6 @@ def extract_program(text):
     programs = [code for language, code in blocks if language.lower() in ("", "python", "python3", "py")]
     return "\n".join(programs) if programs else None
 
-
 def handed_on(pipeline, problem, actions):
     """What prompts may show of an episode so far: name -> text, from each agent's last action."""
     values = {"problem": problem.question}
@@ -131,16 +96,13 @@ def handed_on(pipeline, problem, actions):
         values[action.agent + "_output"] = action.observation or "no program was run"
     return values
 
-
 # ---- From text to token ids ------------------------------------------------------------------------------------------
-
 
 def defuse(text, tokenizer):
     """Break up what would become a special token, so that an agent cannot end another one's prompt by writing one."""
     for token in tokenizer.all_special_tokens:
         text = text.replace(token, token[:1] + " " + token[1:])
     return text
-
 
 def render(tokenizer, agent, values):
     """The ids of an agent's first context: system and user message in the model's chat template, ready to answer."""
@@ -153,7 +115,6 @@ def render(tokenizer, agent, values):
     # NOTE: templates write the BOS themselves; tokenizing their text afterwards would put a second one in front
     assert tokenizer.bos_token_id is None or ids.count(tokenizer.bos_token_id) <= 1, "more than one BOS in a prompt"
     return ids
-
 
 def extend(tokenizer, context_ids, ids, observation):
     """The context of an agent's next turn: all ids of the last one, then the observation as a user message.
@@ -170,7 +131,6 @@ def extend(tokenizer, context_ids, ids, observation):
     # the template ends the reply with a terminator, which the action has already, unless it was truncated
     return context_ids + ids + (rest[1:] if rest[0] == ids[-1] else rest)
 
-
 # ---- MathChat: competition mathematics with a real model -------------------------------------------------------------
 
 MATH_TEAM = (
@@ -180,11 +140,9 @@ MATH_TEAM = (
     "after {max_new_tokens} tokens.\n\n"
 )
 
-
 def show_math(result):
     """Tool output as the agents and the coach read it; the sandbox has already kept only its head and tail."""
     return f"The program ended with status {result.status}. Its output:\n{result.output or '(none)'}"
-
 
 MATHCHAT = Pipeline(
     name="mathchat",
@@ -215,7 +173,7 @@ MATHCHAT = Pipeline(
     ),
 )
 
-# ---- Arithmetic: the miniature twin, with the same flow of information, for the embedded model -----------------------
+# ---- Arithmetic: the miniature twin. Each agent sees what the one before it hands on, so that a fault has one cause --
 
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Lea", "Sam", "Mia")
 THINGS = ("apples", "books", "coins", "cards", "pens", "eggs", "keys", "shells")
@@ -236,7 +194,6 @@ PIECES = (
     *("Solver: ", "Coder: ", "Verifier: ", "\n", "```python\n", "print(", "\n```", "\\boxed{", "}", "error", "nothing"),
 )
 
-
 def value(expression):
     """The value of sums and differences of products of whole numbers, else None. No eval: a model wrote the text.
 
@@ -248,11 +205,9 @@ def value(expression):
     terms = re.findall(r"([-+]?)([\d*]+)", expression)
     return sum((-1 if sign == "-" else 1) * math.prod(map(int, term.split("*"))) for sign, term in terms)
 
-
 def held_out(expression):
     """Every fifth expression, by its digest: train and held-out problems are disjoint by construction."""
     return digest("split", expression) % 5 == 0
-
 
 def arithmetic_problem(rng, split):
     """(question, expression) of a random story with numbers of 1 to 3 digits and a result that is not negative."""
@@ -263,7 +218,6 @@ def arithmetic_problem(rng, split):
         if value(expression) >= 0 and held_out(expression) == (split == "held-out"):
             return story.format(name=rng.choice(NAMES), thing=rng.choice(THINGS), **numbers), expression
 
-
 def arithmetic_problems(split):
     """4,096 problems for "train", 1,000 for "held-out"; the same in every run."""
     problems = []
@@ -272,21 +226,16 @@ def arithmetic_problems(split):
         problems.append(Problem(f"{split}-{i}", question, str(value(expression)), expression))
     return problems
 
-
 def spoil(text, rng):
     """A typical mistake in an expression or a number: another operator, or another digit."""
-    places = [i for i, c in enumerate(text) if c in "+-*"]
-    choices = "+-*"
-    if not places or rng.random() < 0.3:
-        places = [i for i, c in enumerate(text) if c.isdigit()]
-        choices = "123456789"  # no 0: Python refuses numbers that start with one
+    choices, places = "+-*", [i for i, c in enumerate(text) if c in "+-*"]
+    if not places or rng.random() < 0.3:  # no 0: Python refuses numbers that start with one
+        choices, places = "123456789", [i for i, c in enumerate(text) if c.isdigit()]
     i = rng.choice(places)
     return text[:i] + rng.choice([c for c in choices if c != text[i]]) + text[i + 1 :]
 
-
 def python_block(expression):
     return f"```python\nprint({expression})\n```"
-
 
 def arithmetic_demonstration(rng):
     """One demonstration for a random agent. Half of the replies are wrong, and so is half of what agents are handed.
@@ -303,712 +252,384 @@ def arithmetic_demonstration(rng):
     if agent is solver:
         return Demonstration(solver, {"problem": question}, (), plan)
     if agent is coder:
-        values = {"problem": question, "Solver": plan}
         if rng.random() < 0.2:
-            return Demonstration(coder, values, ((broken, "error"),), python_block(code))
-        return Demonstration(coder, values, (), broken if code != plan and rng.random() < 0.3 else python_block(code))
-    failed = rng.random() < 0.1
-    output = "error" if failed else str(value(code) if value(code) is not None else "error")
-    written = broken if failed else python_block(code)
+            return Demonstration(coder, {"Solver": plan}, ((broken, "error"),), python_block(code))
+        reply = broken if code != plan and rng.random() < 0.3 else python_block(code)
+        return Demonstration(coder, {"Solver": plan}, (), reply)
+    output = "error" if rng.random() < 0.1 else str(value(code))
     answer = output if rng.random() < 0.5 or output == "error" else spoil(output.lstrip("-"), rng)
-    values = {"problem": question, "Coder": written, "Coder_output": output}
-    return Demonstration(verifier, values, (), f"\\boxed{{{answer}}}")
-
+    return Demonstration(verifier, {"Coder_output": output}, (), f"\\boxed{{{answer}}}")
 
 def show_arithmetic(result):
     """One short word or number: the embedded model has no vocabulary for tracebacks."""
     return (result.output.strip()[:12] or "nothing") if result.status == "ok" else "error"
 
-
 ARITHMETIC = Pipeline(
     name="arithmetic",
-    show=show_arithmetic,
     agents=(
         Agent("Solver", prompt="Solver: {problem}"),
         Agent("Coder", prompt="Coder: {Solver}", max_actions=2, uses_tools=True),
         Agent("Verifier", prompt="Verifier: {Coder_output}", coach_sees_truth=True),
     ),
-    problems=arithmetic_problems,
-    pieces=PIECES,
-    demonstration=arithmetic_demonstration,
+    show=show_arithmetic, problems=arithmetic_problems, pieces=PIECES, demonstration=arithmetic_demonstration,
 )
 
 PIPELINES = {p.name: p for p in (ARITHMETIC, MATHCHAT)}
-
 
 def show_prompts(name):
     """Print the agents of a pipeline with their prompts."""
     for agent in PIPELINES[name].agents:
         print(f"--- {agent.name}: up to {agent.max_actions} actions, tools: {agent.uses_tools}\n{agent.role}\n{agent.prompt}")
 
+# ---- The sandbox ------------------------------------------------------------------------------------------------------
+#
+# Runs programs of a language model and believes nothing they leave behind. Four processes, each trusting only those
+# before it: host -> zygote -> supervisor -> program. The host (the trainer) never forks or unpickles. The zygote,
+# this file as a script in an empty environment (keep it light: no torch), imports once what programs need and forks
+# for every run. The supervisor of a run watches time, memory, output, processes, disk, and ends all below it. A program
+# first gives up files but its workspace (and, to read, Python and the system's libraries), root, capabilities,
+# sockets and all ways into other processes. NOT protected against:
+#   - faults of the kernel; side channels (timing, load, caches): for these put a virtual machine around the trainer
+#   - stat() on any path: existence, size and times of files outside show, their contents and lists don't
+#   - changed times (utime) of files of the same user; on kernels before 6.2 emptied files of the same user's Python
+#   - memory, processes or disk taken between two looks, 0.2 s apart (the kernel is told to end programs first)
+#   - reading below sys.prefix, /usr, /lib or /bin: keep no answers and no keys there
+#   - lies: what a program prints is its word, not evidence
+#   - anything but accidents at the level "limits": such a program reads, changes and kills all that its user can
 
-LINUX = sys.platform == "linux"
-LOOK_EVERY = 0.2      # seconds between two looks of the supervisor
-GRACE = 60.0          # seconds beyond its time limit before the host gives a run up as our own failure
-NOBODY = 65534        # the user and group that own nothing
-
-# Numbers of <linux/prctl.h>, <linux/landlock.h>, <linux/seccomp.h> and <linux/bpf_common.h>.
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
-LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446   # system calls, alike on every machine
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8                   # Landlock's rights, the first four
-FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}                              # Landlock version: how many rights; else 16
-LOAD, IF_EQUAL, IF_NOT_LESS, IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06   # instructions of a filter
-ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000                  # its verdicts; FAIL + an errno
-X32_CALLS = 0x40000000                                                  # x86: the same calls by other numbers
-CLONE_NEWUSER, ANY = 0x10000000, 0xFFFFFFFF
-
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}      # column of the tables, audit number
-REFUSED = {  # system calls: (x86_64, aarch64). A refused one fails with EPERM.
-    "socket": (41, 198), "io_uring_setup": (425, 425),                                      # any network
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),  # other processes
-    "pidfd_getfd": (438, 438), "perf_event_open": (298, 241), "syslog": (103, 116),
-    "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "userfaultfd": (323, 282),  # kernel's doors
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),            # memory that no
-    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),                        # limit counts
-    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setattr": (314, 274),        # the priority and
-    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),                         # core of others,
-    "sched_setaffinity": (203, 122),                                                        # and its own
-    "inotify_add_watch": (254, 27), "fanotify_init": (300, 262),                            # names of files
-}
-SIGNALS = {  # refused before Landlock version 6, which keeps signals in by itself
+LINUX, NOBODY, LOOK_EVERY, GRACE = sys.platform == "linux", 65534, 0.2, 60.0    # seconds: between looks; for our failures
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446               # numbers on every machine
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8                               # the first of Landlock's rights
+LOAD, IF_EQUAL, IF_NOT_LESS, IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06      # steps of a seccomp filter,
+ALLOW, KILL, FAIL, PERMISSION = 0x7FFF0000, 0x80000000, 0x00050000, 0x00050000 + errno.EPERM    # its verdicts
+MACHINES = {"linux x86_64": (0, 0xC000003E), "linux aarch64": (1, 0xC00000B7)}      # column below, audit number
+REFUSED = {  # network; others' memory, file names, priority; leaving the core; risky doors; uncounted memory
+    "socket": (41, 198), "io_uring_setup": (425, 425), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438), "inotify_add_watch": (254, 27), "setns": (308, 268),
+    "fanotify_init": (300, 262), "setpriority": (141, 140), "sched_setattr": (314, 274), "unshare": (272, 97),
+    "sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122), "bpf": (321, 280), "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180)}
+SIGNALS = {  # refused before version 6 of Landlock, which confines them; until then even to the program itself
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "pidfd_send_signal": (424, 424),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-}
-TRUNCATE = {"truncate": (76, 45)}     # refused before Landlock version 3, which looks after it by itself
-PRETENDED = {  # answered with success and not done: shutil.copy must work, files of the same user must not change
-    "chmod": (90, 53), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
-}
-ABSENT = {"clone3": (435, 435)}       # "no such call": its flags can't be seen; libc then takes clone
-REFUSED_IF = {  # call: (numbers, argument, test, value)
-    "clone": ((56, 220), 0, IF_ANY_BIT, CLONE_NEWUSER),         # a user namespace gives capabilities back
-    "prlimit64": ((302, 261), 0, IF_ANY_BIT, ANY),              # limits of a process other than itself (0)
-    "prctl": ((157, 167), 0, IF_EQUAL, PR_SET_DUMPABLE),        # would hide what it writes from the supervisor
-}
-
-READABLE = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd",
-            "/proc/self", "/proc/meminfo", "/proc/cpuinfo",
-            "/sys/devices/system/cpu", "/sys/fs/cgroup"]    # joblib crashes where it may not read cgroups
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)}
+REFUSED_IF = {  # the first argument is so: (numbers, test, value)
+    "clone": ((56, 220), IF_ANY_BIT, 0x10000000),               # CLONE_NEWUSER: gives capabilities back
+    "prlimit64": ((302, 261), IF_ANY_BIT, 0xFFFFFFFF),          # limits of a process other than itself (0)
+    "prctl": ((157, 167), IF_EQUAL, PR_SET_DUMPABLE)}           # would hide what it writes
+# "Done", but not: shutil.copy must work, and the modes of files outside must stay as they are.
+PRETENDED = {"chmod": (90, 53), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)}
+READABLE = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/proc/self",
+            "/proc/meminfo", "/proc/cpuinfo", "/sys/devices/system/cpu", "/sys/fs/cgroup"]  # joblib needs the last
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
-ENVIRONMENT = {  # all that a program sees; the trainer's holds keys
-    "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "agent", "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-    "JOBLIB_MULTIPROCESSING": "0",                          # its semaphores would need /dev/shm
-}
-PROBE = """
-import os, socket
-os.listdir(os.path.dirname(os.__file__))    # a Python that can't be read fails later, in the middle of programs
-for forbidden in (lambda: open({path!r}), socket.socket):
-    try:
-        forbidden()
-    except PermissionError:
-        continue
-    raise SystemExit("the kernel accepted the restrictions but doesn't keep them")
-"""
-
+ENVIRONMENT = {  # all that a program sees; the trainer's holds keys. Joblib's semaphores would need /dev/shm
+    "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "agent", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "JOBLIB_MULTIPROCESSING": "0"}
+PROBE = """import contextlib, os, socket
+os.listdir(os.path.dirname(os.__file__))    # a Python that can't be read would fail later, in a program
+with contextlib.suppress(PermissionError): raise SystemExit(f"a program reads {open('/proc/version')}")
+with contextlib.suppress(PermissionError): raise SystemExit(f"a program has {socket.socket()}")"""
 
 @dataclass
-class Limits:
-    """What one run may use."""
-    timeout: float = 30.0       # seconds by the clock, from the moment a core is free
+class Limits:                   # of one run
+    timeout: float = 30.0       # seconds by the clock, from the moment it has a core
     memory: int = 4 << 30       # bytes, of one process (address space) and of all together (resident)
     disk: int = 512 << 20       # bytes in the workspace; four times as many may be written over and over
     files: int = 2000           # files and folders in the workspace
     processes: int = 64         # at once
-    output: int = 32_000        # bytes of output kept, half from the start and half from the end
+    output: int = 32_000        # bytes of output kept, half from its start and half from its end
     flood: int = 4 << 20        # bytes of output that end the run
-
 
 @dataclass
 class Result:
-    """What came of one run."""
     status: str                 # ok | error | killed | timeout | memory | disk | processes | flood
     output: str                 # what it printed, standard output and errors in order
-    code: "int | None"          # exit code, minus the signal's number if killed, None if the supervisor ended it
+    code: "int | None"          # exit code, or minus the signal that killed it; None if we ended it
     seconds: float              # by the clock
-
 
 class SandboxError(RuntimeError):
     """We failed, not the program: nothing may be concluded about it, least of all a reward."""
 
-
-# ------------------------------------------------------------------------- giving up rights (in the program)
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def kernel(what, *args):
-    """Call a libc function by name or the kernel by number. Returns its result; a negative one becomes OSError."""
-    args = [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
-    function = getattr(libc, what) if isinstance(what, str) else libc.syscall
-    got = function(*args) if isinstance(what, str) else function(ctypes.c_long(what), *args)
-    if got < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-    return got
-
+def kernel(name, *args, libc=ctypes.CDLL(None, use_errno=True)):
+    """Call a libc function. A negative result is an OSError."""
+    result = getattr(libc, name)(*[ctypes.c_long(a) if isinstance(a, int) else a for a in args])
+    if result >= 0: return result
+    raise OSError(ctypes.get_errno(), f"{name} {args[0]}: {os.strerror(ctypes.get_errno())}")
 
 def lock_down(workspace, user):
-    """Give up for good what a program doesn't need. Returns Landlock's version; any failure is an OSError."""
-    kernel("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)        # setuid programs, and exec by root, give nothing back
-    version = kernel(LANDLOCK_CREATE, None, 0, 1)
-    restrict_files(version, workspace)
+    """Give up for good what a program doesn't need. Any failure is an exception: then it must not run."""
+    column, machine = MACHINES[f"{sys.platform} {platform.machine()}"]      # elsewhere no step is skipped in silence
+    kernel("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)            # neither setuid files nor exec give any back
+    version = kernel("syscall", LANDLOCK_CREATE, None, 0, 1)
+    every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1        # it knows so many rights on files
+    features = every, 3 * (version >= 4), 3 * (version >= 6)    # files; TCP; abstract sockets and signals to others
+    rules = kernel("syscall", LANDLOCK_CREATE, struct.pack("3Q", *features), 24, 0)
+    places = dict.fromkeys([*READABLE, sys.prefix, sys.base_prefix], EXECUTE | READ_FILE | READ_DIR)
+    for path, rights in {**places, **dict.fromkeys(DEVICES, READ_FILE | WRITE_FILE), workspace: every}.items():
+        if not os.path.isdir(path): rights &= EXECUTE | READ_FILE | WRITE_FILE  # the others are errors on a file
+        with suppress(FileNotFoundError):
+            rule = struct.pack("=Qi", rights, os.open(path, os.O_PATH))
+            kernel("syscall", LANDLOCK_ADD_RULE, rules, 1, rule, 0)
+    kernel("syscall", LANDLOCK_RESTRICT, rules, 0)
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    kernel("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))       # no capabilities, in version 3's layout
-    kernel("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)            # again: the change of user took it away
-    restrict_calls(filter_of_calls(version))
-    return version
+    kernel("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))           # no capabilities (layout 3)
+    kernel("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)                # changing the user took /proc/self away
+    kernel("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with its supervisor; a new user clears it
+    # seccomp: a filter that looks at the number of the machine, of the call, and at some calls' first argument.
+    step = lambda code, value, skip_if=0, skip_else=0: struct.pack("HBBI", code, skip_if, skip_else, value)
+    steps = [step(LOAD, 4), step(IF_EQUAL, machine, 1, 0), step(RETURN, KILL), step(LOAD, 0)]
+    steps += [step(IF_NOT_LESS, 0x40000000, 0, 1), step(RETURN, PERMISSION)]          # x86: all calls once more
+    older = {**(SIGNALS if version < 6 else {}), **({"truncate": (76, 45)} if version < 3 else {})}
+    # clone3: "no such call", for a filter can't see its flags, and libc then takes clone.
+    for error, calls in ((errno.EPERM, {**REFUSED, **older}), (0, PRETENDED), (errno.ENOSYS, {"clone3": (435, 435)})):
+        for numbers in calls.values():
+            steps += [step(IF_EQUAL, numbers[column], 0, 1), step(RETURN, FAIL + error)]
+    for numbers, test, value in REFUSED_IF.values():
+        steps += [step(IF_EQUAL, numbers[column], 0, 4), step(LOAD, 16), step(test, value, 0, 1)]
+        steps += [step(RETURN, PERMISSION), step(RETURN, ALLOW)]
+    code = ctypes.create_string_buffer(b"".join([*steps, step(RETURN, ALLOW)]))
+    kernel("prctl", PR_SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(steps) + 1, ctypes.addressof(code)), 0, 0)
 
-
-def restrict_files(version, workspace):
-    """Landlock: all of the workspace, Python and the libraries to read, no TCP, no signals to the outside."""
-    every = (1 << FILE_RIGHTS.get(version, 16)) - 1
-    tcp = 3 if version >= 4 else 0                          # bind and connect
-    scopes = 3 if version >= 6 else 0                       # abstract unix sockets, signals
-    size = 8 if version < 4 else 16 if version < 6 else 24
-    rules = kernel(LANDLOCK_CREATE, struct.pack("3Q", every, tcp, scopes), size, 0)
-    allowed = [(path, EXECUTE | READ_FILE | READ_DIR) for path in [*READABLE, sys.prefix, sys.base_prefix]]
-    allowed += [(path, READ_FILE | WRITE_FILE) for path in DEVICES]
-    for path, rights in [*allowed, (workspace, every)]:
-        if not os.path.isdir(path):
-            rights &= EXECUTE | READ_FILE | WRITE_FILE      # rights of folders on a file are an error
-        with contextlib.suppress(FileNotFoundError):
-            at = os.open(path, os.O_PATH)
-            kernel(LANDLOCK_ADD_RULE, rules, 1, struct.pack("=Qi", rights, at), 0)
-            os.close(at)
-    kernel(LANDLOCK_RESTRICT, rules, 0)
-    os.close(rules)
-
-
-def instruction(code, value, if_true=0, if_false=0):
-    """One step of a filter; the last two say how many steps to skip."""
-    return struct.pack("HBBI", code, if_true, if_false, value)
-
-
-def filter_of_calls(version):
-    """The seccomp filter as bytes: the first verdict reached counts, what is in no table is allowed."""
-    column, machine = MACHINES[platform.machine()]
-    refused = REFUSED | (SIGNALS if version < 6 else {}) | (TRUNCATE if version < 3 else {})
-    flat = [(refused, errno.EPERM), (PRETENDED, 0), (ABSENT, errno.ENOSYS)]
-    steps = [instruction(LOAD, 4), instruction(IF_EQUAL, machine, 1, 0), instruction(RETURN, KILL),
-             instruction(LOAD, 0), instruction(IF_NOT_LESS, X32_CALLS, 0, 1), instruction(RETURN, FAIL + errno.EPERM)]
-    for table, error in flat:
-        for numbers in table.values():
-            steps += [instruction(IF_EQUAL, numbers[column], 0, 1), instruction(RETURN, FAIL + error)]
-    for numbers, argument, test, value in REFUSED_IF.values():
-        steps += [instruction(IF_EQUAL, numbers[column], 0, 4), instruction(LOAD, 16 + 8 * argument),
-                  instruction(test, value, 0, 1), instruction(RETURN, FAIL + errno.EPERM), instruction(RETURN, ALLOW)]
-    return b"".join([*steps, instruction(RETURN, ALLOW)])
-
-
-def restrict_calls(steps):
-    """Install a filter of system calls for this process and all below it."""
-    code = ctypes.create_string_buffer(steps)
-    kernel("prctl", PR_SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(steps) // 8, ctypes.addressof(code)), 0, 0)
-
-
-# ------------------------------------------------------------------------- the program (untrusted from execute on)
-
-def run_program(job, limits, control, out):
-    """In the program's process: shut every door, then execute the code. Never returns."""
-    try:
-        os.setsid()
-        for number in (signal.SIGCHLD, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        os.nice(10)             # the supervisor isn't: on the core they share it goes before a fork bomb
-        set_limits(limits)
-        os.chdir(job["workspace"])
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        if job["level"] == "landlock":
-            lock_down(job["workspace"], job["user"])
-        elif os.geteuid() == 0:
-            raise PermissionError("root runs no program without isolation")
-        if LINUX:
-            kernel("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)      # after the change of user, which clears it
-    except BaseException as error:
-        answer(control, status="sandbox", output=f"{type(error).__name__}: {error}")
-    os.closerange(3, 65536)     # among them the line to the host: from here on nothing said is believed
-    execute(job["code"], job["workspace"])
-
-
-def set_limits(limits):
-    """Limits of each process. Not NPROC: that one counts all threads of the user, the trainer's too."""
-    if LINUX:
-        kernel("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)        # the supervisor isn't; else /proc/self belongs to root
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # out of memory, the kernel ends this process and not the trainer
-    most = {"CORE": 0, "CPU": int(limits.timeout) + 5, "FSIZE": limits.disk, "NOFILE": 256, "AS": limits.memory}
+def run_program(job, limits, log):
+    """In the program's process: shut every door, then execute the code as the interpreter would. Never returns."""
+    code, workspace, exit_code = job["code"], job["workspace"], 1
+    os.setsid()
+    os.nice(10)                 # the supervisor isn't: on the core they share it comes before a fork bomb
+    os.chdir(workspace)
+    for source, fd in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)): os.dup2(source, fd)
+    # Not NPROC: that one counts all threads of the user, the trainer's too.
+    most = dict(CPU=int(limits.timeout) + 5, AS=limits.memory, FSIZE=limits.disk, NOFILE=256, CORE=0)
     for name, value in most.items():
-        with contextlib.suppress(ValueError, OSError):      # macOS knows no AS, a hard limit may be lower already
+        with suppress(ValueError, OSError):                     # a lower one may hold already; macOS has no AS
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-
-
-def execute(code, workspace):
-    """Execute the code as __main__ and exit as the interpreter would. Never returns."""
-    # Line by line, so that what was printed before the end by a signal is kept; "replace" for half characters.
-    streams = [open(fd, "w", 1, "utf-8", "replace", closefd=False) for fd in (1, 2)]
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = streams
+    if job["level"] != "limits": lock_down(workspace, job["user"])
+    elif os.geteuid() == 0: raise PermissionError("root runs no program without isolation")
+    os.closerange(3, 65536)     # the line to the host too: nothing said from here on is believed
+    # By the line, so that what was printed before a kill is kept; "replace" because text can be invalid.
+    out, errors = [open(fd, "w", 1, "utf-8", "replace", closefd=False) for fd in (1, 2)]
+    sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, sys.argv = out, errors, out, errors, [""]
     os.environ["HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = workspace
-    sys.path.append(workspace)                              # last: a pandas.py left there shadows nothing
-    sys.argv = [""]
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()                  # else every run draws the numbers of the zygote
+    sys.path.append(workspace)                                  # last: a pandas.py left there shadows nothing
+    if "numpy" in sys.modules: sys.modules["numpy"].random.seed()       # else every fork draws the same numbers
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    linecache.cache["<action>"] = 0, None, code.splitlines(True), "<action>"    # tracebacks show its own lines
-    exit_code = 1
+    linecache.cache["<action>"] = 0, None, code.splitlines(True), "<action>"    # tracebacks show its lines
     try:
-        try:
-            exec(compile(code, "<action>", "exec", dont_inherit=True), main.__dict__)
-            exit_code = 0
-        except SystemExit as stop:
-            exit_code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-            if not isinstance(stop.code, (int, type(None))):
-                print(stop.code, file=streams[1])
-        except BaseException as error:
-            traceback.print_exception(type(error), error, error.__traceback__.tb_next, file=streams[1])
-        threading._shutdown()                               # what the interpreter does at its end: wait for threads,
-        atexit._run_exitfuncs()                             # call what was registered
-        sys.stdout.flush()
-    finally:
-        os._exit(exit_code & 255)
+        exec(compile(code, "<action>", "exec", dont_inherit=True), main.__dict__)
+        exit_code = 0
+    except SystemExit as stop:
+        exit_code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if not isinstance(stop.code, (int, type(None))): print(stop.code, file=errors)
+    except BaseException as error:
+        traceback.print_exception(type(error), error, error.__traceback__.tb_next, file=errors)
+    with suppress(BaseException):   # the interpreter's end: wait for threads, call what was registered
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        out.flush()
+    os._exit(exit_code & 255)
 
-
-# ------------------------------------------------------------------------- the supervisor
-
-def supervise(control, out):
-    """In a fork of the zygote: start one program, watch it, end all that is left of it, report. Never returns."""
-    with open(control, "rb", closefd=False) as line:
-        job = json.loads(line.readline() or "null")
-    if job is None:             # the host is gone already
-        os._exit(0)
-    limits = Limits(**job["limits"])
+def supervise(control):
+    """In a fork of the zygote: start a program, watch it, end all that is left. Returns its Result's fields."""
+    with open(control, "rb", closefd=False) as line: job = json.loads(line.readline())
+    workspace, limits = job["workspace"], Limits(**job["limits"])
     if LINUX:
         os.sched_setaffinity(0, [job["core"]])
-        kernel("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)     # daemons come to this process, not to init
-        kernel("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)            # nobody of the same user looks in
-    started = time.monotonic()
-    program = os.fork()
-    if program == 0:
-        run_program(job, limits, control, out)
-    os.close(out)
-    status, code = watch(program, control, job["workspace"], limits, started + limits.timeout)
+        kernel("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)     # daemons become children of this process
+        Path("/proc/self/oom_score_adj").write_text("1000")     # out of memory, the kernel spares the trainer
+    # NOTE: output into a file, not a pipe, whose end any process that inherited it can put off for ever.
+    started, file = time.monotonic(), tempfile.TemporaryFile()
+    log = file.fileno()
+    program = os.fork() or run_program(job, limits, log)
+    status, code, next_look, pause, half = None, None, started + LOOK_EVERY, 0.001, limits.output // 2
+    while status is None:       # NOTE: no alarm signal: a handler that raises can do so in the middle of the report
+        pid, size, now = None, os.fstat(log).st_size, time.monotonic()
+        while pid not in (0, program): pid, ended = os.waitpid(-1, os.WNOHANG)      # bury orphans: they count
+        if size > limits.flood: status = "flood"
+        elif pid == program:
+            code = os.waitstatus_to_exitcode(ended)
+            status = "ok" if code == 0 else "error" if code > 0 else "killed"
+        elif now >= started + limits.timeout: status = "timeout"
+        elif now >= next_look: status, next_look = excess(workspace, limits), time.monotonic() + LOOK_EVERY
+        elif select.select([control], [], [], pause)[0]: status = "stopped"         # by the host, or it is dead
+        pause = min(1.2 * pause, 0.02)
     seconds = time.monotonic() - started
-    end_all_below(program)      # after this the workspace is at rest
-    answer(control, status=excess(job["workspace"], limits) or status, code=code, seconds=seconds)
+    end_all_below(-program)     # from here on the workspace is at rest
+    size = os.fstat(log).st_size
+    mark = f"\n... {size - 2 * half} bytes cut ...\n".encode() if size > 2 * half else b""
+    output = (os.pread(log, half, 0) + mark + os.pread(log, half, max(half, size - half))).decode("utf-8", "replace")
+    return dict(status=excess(workspace, limits) or status, output=output, code=code, seconds=seconds)
 
-
-def watch(program, control, workspace, limits, deadline):
-    """Wait until the program ends or has to. Returns (status, exit code or None)."""
-    # A byte per dead child in a pipe: no handler raises in the middle of something, no death is missed.
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    events = select.poll()
-    events.register(woken, select.POLLIN)
-    events.register(control, select.POLLIN)
-    next_look = time.monotonic() + LOOK_EVERY
-    while True:
-        ended = reap() or {}
-        if program in ended:
-            code = os.waitstatus_to_exitcode(ended[program])
-            return ("ok" if code == 0 else "error" if code > 0 else "killed"), code
-        now = time.monotonic()
-        if now >= deadline:
-            return "timeout", None
-        if now >= next_look:
-            over = excess(workspace, limits)
-            if over:
-                return over, None
-            next_look = time.monotonic() + LOOK_EVERY
-        ready = dict(events.poll(1000 * max(0, min(deadline, next_look) - now) + 1))
-        if control in ready:    # the host says nothing after the job: it has had enough, or is dead
-            return "stopped", None
-        if woken in ready:
-            os.read(woken, 4096)
-
-
-def reap():
-    """Collect the children that have ended: {pid: wait status}, or None when there is no child at all."""
-    ended = {}
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return ended or None
-        if pid == 0:
-            return ended
-        ended[pid] = status
-
-
-def end_all_below(program=None):
-    """Kill by descent until nothing is left; groups and sessions can be left behind by a program, parents can't."""
-    while reap() is not None:
-        for pid in [*([-program] if program else []), *descendants(os.getpid())]:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.001)
-
+def end_all_below(*groups):
+    """Kill by descent until nothing is left: a process can leave its group and session, not its ancestors."""
+    with suppress(ChildProcessError):                           # there is no child any more
+        while True:
+            for pid in [*groups, *descendants(os.getpid())]:    # groups: all there is without /proc
+                with suppress(OSError): os.kill(pid, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0] != 0: pass
+            time.sleep(0.001)
 
 def descendants(pid):
-    """The ids of all processes below this one (Linux; elsewhere none are seen)."""
-    found, todo = [], [pid]
-    while todo:                 # no recursion: a chain of a thousand processes is an attack
-        folder = f"/proc/{todo.pop()}/task"
-        with contextlib.suppress(OSError):
-            for task in os.listdir(folder):
-                with contextlib.suppress(OSError), open(f"{folder}/{task}/children") as file:
-                    children = [int(child) for child in file.read().split()]
-                    found += children
-                    todo += children
-    return found
-
+    """The ids of all processes below this one (on Linux; elsewhere none are seen)."""
+    found = [pid]
+    for parent in found:        # grows meanwhile. No recursion: a chain of a thousand processes is an attack
+        for path in glob.glob(f"/proc/{parent}/task/*/children"):
+            with suppress(OSError): found += [int(child) for child in Path(path).read_text().split()]
+    return found[1:]
 
 def excess(workspace, limits):
     """The name of a limit that the run as a whole is over (processes, memory or disk), or None."""
-    below = descendants(os.getpid())
-    if len(below) > limits.processes:
-        return "processes"
-    memory = written = 0
+    below, memory, written, size, count, folders = descendants(os.getpid()), 0, 0, 0, 0, [workspace]
     for pid in below:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
-            memory += int(file.read().split()[1]) * resource.getpagesize()
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/io") as file:
-            counts = dict(line.split(": ") for line in file.read().splitlines())
-            written += max(int(counts["wchar"]), int(counts["write_bytes"]))    # tmpfs counts only the first, mmap
-    if memory > limits.memory:                                                  # only the second
-        return "memory"
-    if written > 4 * limits.disk or over_quota(workspace, limits):              # written: files already unlinked
-        return "disk"
-    return None
-
-
-def over_quota(workspace, limits):
-    """Whether the workspace holds more bytes or entries than allowed, or can't be counted."""
-    size = count = 0
-    folders = [workspace]
-    while folders:
-        try:
-            for entry in os.scandir(folders.pop()):
-                with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    count += 1
-                    size += found.st_blocks * 512
-                    if stat.S_ISDIR(found.st_mode):
-                        folders.append(entry.path)
-                if size > limits.disk or count > limits.files:
-                    return True
-        except (FileNotFoundError, NotADirectoryError):     # gone meanwhile
-            pass
-        except OSError:         # a path too long to follow, a folder that may not be listed: made to hide files
-            return True
-    return False
-
-
-def answer(control, **report):
-    """Tell the host how the run went, and exit. Never returns."""
-    with contextlib.suppress(OSError), open(control, "wb", closefd=False) as line:
-        line.write(json.dumps(report).encode() + b"\n")
-    os._exit(0)
-
-
-# ------------------------------------------------------------------------- the zygote
+        with suppress(OSError):
+            memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+            counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+            written += max(int(counts["wchar"]), int(counts["write_bytes"]))    # the latter: mmap, no tmpfs
+    if len(below) > limits.processes: return "processes"
+    if memory > limits.memory: return "memory"
+    try:
+        while folders and size <= limits.disk and count <= limits.files:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                for entry in os.scandir(folders.pop()):
+                    with suppress(FileNotFoundError):           # removed meanwhile; the others still count
+                        found = entry.stat(follow_symlinks=False)
+                        size, count = size + found.st_blocks * 512, count + 1
+                        if stat.S_ISDIR(found.st_mode): folders.append(entry.path)
+    except OSError: return "disk"       # a path too long to follow, a folder that may not be listed: they hide files
+    unlinked = written > 4 * limits.disk        # open files without a name show nowhere else
+    if size > limits.disk or count > limits.files or unlinked: return "disk"
 
 def zygote(requests, preload):
-    """Fork a supervisor per request (one byte and two descriptors) until the host closes the line or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)            # Ctrl-C is the host's affair
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)           # the kernel buries the children: no zombies
-    if LINUX:
-        kernel("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) # the program of a dead supervisor comes here
+    """Fork a supervisor per request (one byte, one descriptor) until the host closes the line or is dead."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)               # the kernel buries the supervisors: no zombies
+    if LINUX: kernel("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)       # what a killed supervisor leaves comes here
     for name in preload:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()                 # forks that collect garbage would copy every page
-    while True:
-        byte, descriptors, _, _ = socket.recv_fds(requests, 1, 2)
-        if not byte:
-            break
-        with contextlib.suppress(OSError):                  # no room for a process: the host hears a closed line
+        with suppress(ImportError): importlib.import_module(name)
+    gc.freeze()                 # a collection in a fork would copy every page
+    while (message := socket.recv_fds(requests, 1, 1))[0]:
+        control = message[1][0]
+        with suppress(OSError):         # no room for a process: the host sees a closed line
             if os.fork() == 0:
-                requests.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 try:
-                    supervise(*descriptors)
-                except BaseException as error:
+                    requests.close()
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    report = supervise(control)
+                except BaseException as error:                  # also a program's that couldn't shut all doors
                     end_all_below()
-                    answer(descriptors[0], status="sandbox", output=repr(error))
-        for descriptor in descriptors:
-            os.close(descriptor)
+                    report = dict(status="sandbox", output=f"{type(error).__name__}: {error}")
+                with suppress(OSError): os.write(control, json.dumps(report).encode() + b"\n")
+                os._exit(1)
+        os.close(control)
     end_all_below()
 
-
-# ------------------------------------------------------------------------- the host
-
-class Output:
-    """Collects bytes, keeps the first and the last, counts the others."""
-
-    def __init__(self, most):
-        self.half = max(1, most // 2)
-        self.head = self.tail = b""
-        self.total = 0
-
-    def add(self, piece):
-        self.total += len(piece)
-        room = self.half - len(self.head)
-        self.head += piece[:room]
-        self.tail = (self.tail + piece[room:])[-self.half:]
-
-    def text(self):
-        cut = self.total - len(self.head) - len(self.tail)
-        mark = f"\n... {cut} bytes cut ...\n".encode() if cut else b""
-        return (self.head + mark + self.tail).decode("utf-8", "replace")
-
-
-class Sandbox:
-    """Runs programs, from many threads at once, one per core at a time (a program's clock starts when it has one).
-
-    level "landlock" is described above. "limits" (macOS, kernels before 5.13) bounds time, output and disk and
-    protects nothing. The level is tried out at the start and never changes later. `preload` names modules to
-    import once for all programs: a fork with pandas takes 25 ms, importing it takes 300. Raises SandboxError,
-    in one sentence, where the level can't be had.
-    """
-
+class Sandbox(AbstractContextManager):
+    """Runs programs, from many threads at once, each on a core of its own; others queue, clocks stopped. The level
+    "landlock" is described above; "limits" (macOS, kernels before 5.13) bounds time, output and disk and protects
+    nothing. `preload` names modules to import once for all: a fork with pandas takes 25 ms, importing it 300."""
     def __init__(self, level="landlock", preload=(), **limits):
-        self.level, self.preload, self.limits = level, list(preload), Limits(**limits)
-        self.user = NOBODY if level == "landlock" and nobody_reaches_python() else None
-        self.workspaces, self.owner, self.closed = set(), os.getpid(), False
-        self.process, self.line, self.lock = None, None, threading.Lock()
-        self.cores = queue.SimpleQueue()                    # holding a core is the right to run a program
-        for core in sorted(os.sched_getaffinity(0)) if LINUX else range(os.cpu_count()):
-            self.cores.put(core)
+        self.level, self.preload, self.limits, self.workspaces = level, preload, Limits(**limits), set()
+        self.process, self.line, self.closed, self.lock = None, None, False, threading.Lock()
+        self.cores = queue.SimpleQueue()                        # holding a core is the right to run a program
+        for core in sorted(os.sched_getaffinity(0)) if LINUX else range(os.cpu_count()): self.cores.put(core)
+        # Below a closed home imports would fail in programs that are nobody: these stay root, without its powers.
+        tops = [Path(path).resolve() for path in (sys.prefix, sys.base_prefix, tempfile.gettempdir())]
+        reached = all(folder.stat().st_mode & stat.S_IXOTH for top in tops for folder in [top, *top.parents])
+        self.user = NOBODY if level != "limits" and os.geteuid() == 0 and reached else None
         atexit.register(self.close)
-        try:
-            self._probe()
-        except BaseException:
-            self.close()
-            raise
-        if level == "limits":
-            print("WARNING: programs run WITHOUT isolation: they can read and change all that you can", file=sys.stderr)
-
-    def _probe(self):
-        """Raise SandboxError unless the level holds here, shown by a program that tries what it mustn't."""
-        hint = "`--sandbox limits` runs programs without isolation, as a user who is not root"
-        if self.level == "limits":
-            if os.geteuid() == 0:
-                raise SandboxError("the sandbox level `limits` is refused to root: a program could do anything")
-            program = "pass"
-        elif self.level == "landlock":
-            if not LINUX or platform.machine() not in MACHINES:
-                raise SandboxError(f"no isolation on {sys.platform} {platform.machine()}; {hint}")
-            program = PROBE.format(path=os.path.join(self.make_workspace({"secret": b""}), "secret"))
-        else:
-            raise ValueError(f"unknown sandbox level {self.level!r}: landlock or limits")
-        try:
-            result = self.run(program, self.make_workspace())
+        try:                    # whether the level holds here, for good: a program tries what it must not
+            probed = self.run(PROBE if level != "limits" else "pass", self.make_workspace())
+            if probed.status != "ok": raise SandboxError(f"{probed.status}: {probed.output.strip()[-300:]}")
         except SandboxError as error:
-            raise SandboxError(f"no isolation here ({error}); {hint}") from None
-        if result.status != "ok":
-            raise SandboxError(f"no isolation here ({result.status}: {result.output.strip()[-300:]}); {hint}")
-        for workspace in list(self.workspaces):
-            self.remove_workspace(workspace)
+            self.close()
+            raise SandboxError(f"no isolation here ({error}); `--sandbox limits` runs programs without, not as root")
+        if level == "limits": print("WARNING: programs run WITHOUT isolation, can do all that you can", file=sys.stderr)
 
     def run(self, code, workspace, **limits):
-        """Execute code in a workspace of make_workspace (one run at a time in each; its files stay). Returns a Result.
-
-        Once it returns no process of the program is alive. Limits given here count for this run. Raises
-        SandboxError if we failed twice, ValueError for a folder that isn't a workspace.
-        """
-        if workspace not in self.workspaces:
-            raise ValueError(f"{workspace}: not a workspace of this sandbox")
-        limits = dataclasses.replace(self.limits, **limits)
-        core = self.cores.get()
+        """Execute code in a folder of make_workspace (one run at a time in each). Files stay there, processes don't:
+        none of the program's is alive afterwards. SandboxError if we failed twice."""
+        limits = asdict(replace(self.limits, **limits))
+        job = dict(code=code, workspace=workspace, level=self.level, user=self.user, limits=limits)
+        core = job["core"] = self.cores.get()
         try:
-            try:
-                return self._attempt(code, workspace, limits, core)
-            except SandboxError:
-                return self._attempt(code, workspace, limits, core)
-        finally:
-            self.cores.put(core)    # also after Ctrl-C: a lost core is lost for the whole training
+            with suppress(SandboxError, OSError): return self._attempt(job)     # not the program's failure: again
+            return self._attempt(job)
+        except OSError as error: raise SandboxError(f"the line to the sandbox broke: {error}") from error
+        finally: self.cores.put(core)   # also after Ctrl-C: a lost core is lost for the whole training
 
-    def _attempt(self, code, workspace, limits, core):
-        """One try of run(); every failure that isn't the program's is a SandboxError."""
-        job = dict(code=code, workspace=workspace, level=self.level, user=self.user, core=core,
-                   limits=dataclasses.asdict(limits))
-        with contextlib.ExitStack() as opened:
+    def _attempt(self, job):
+        """One try of run(). Every failure that isn't the program's is a SandboxError or an OSError."""
+        control, theirs = socket.socketpair()
+        with control, theirs:
+            with self.lock:
+                if self.closed: raise SandboxError("the sandbox is closed")
+                if self.process is None or self.process.poll() is not None:
+                    self.line, end = socket.socketpair()
+                    command = [sys.executable, "-I", "-B", "-X", "utf8", __file__, str(end.fileno()), *self.preload]
+                    with end:           # away from the trainer's environment, terminal and process group
+                        self.process = subprocess.Popen(command, env=ENVIRONMENT, cwd="/", pass_fds=[end.fileno()],
+                                                        stdin=subprocess.DEVNULL, start_new_session=True)
+                socket.send_fds(self.line, [b"."], [theirs.fileno()])
+            theirs.close()
+            control.settimeout(job["limits"]["timeout"] + GRACE)
             try:
-                control, theirs = map(opened.enter_context, socket.socketpair())
-                reader, writer = [opened.enter_context(open(fd, mode, 0)) for fd, mode in zip(os.pipe(), ("rb", "wb"))]
-                self._request(theirs.fileno(), writer.fileno())
-                theirs.close()
-                writer.close()
-                opened.callback(self._settle, control)
-                control.settimeout(GRACE)
                 control.sendall(json.dumps(job).encode() + b"\n")
-                output, report = self._listen(control, reader, limits)
-            except OSError as error:
-                raise SandboxError(f"the line to the sandbox broke: {error}") from error
-        if report["status"] == "sandbox":
-            raise SandboxError(report["output"])
-        status = "flood" if output.total > limits.flood else report["status"]
-        return Result(status, output.text(), report["code"], report["seconds"])
-
-    def _request(self, *descriptors):
-        """Hand the zygote the other ends of a run's lines; start it if it doesn't run (any more)."""
-        with self.lock:
-            if self.closed:
-                raise SandboxError("the sandbox is closed")
-            if self.process is None or self.process.poll() is not None:
-                self._start()
-            socket.send_fds(self.line, [b"."], descriptors)
-
-    def _start(self):
-        """Start the zygote: this file as a script, apart from the trainer's environment, terminal and group."""
-        self.line, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-I", "-B", "-X", "utf8", os.path.abspath(__file__), str(theirs.fileno())]
-            self.process = subprocess.Popen([*command, *self.preload], env=ENVIRONMENT, cwd="/", start_new_session=True,
-                                            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-
-    @staticmethod
-    def _listen(control, reader, limits):
-        """Take the output, then the supervisor's report. Returns (Output, dict)."""
-        output, stopped = Output(limits.output), False
-        give_up = time.monotonic() + limits.timeout + GRACE
-        events = select.poll()
-        events.register(reader, select.POLLIN)
-        events.register(control, select.POLLIN)
-        while True:
-            ready = dict(events.poll(1000 * max(0.0, give_up - time.monotonic())))
-            if not ready:
-                raise SandboxError("the supervisor of a run doesn't answer")
-            if reader.fileno() not in ready:    # the report is here and the pipe is empty. Waiting for the pipe's
-                break                           # end instead would hang on any process that inherited it
-            piece = os.read(reader.fileno(), 65536)
-            if not piece:
-                events.unregister(reader)
-            output.add(piece)
-            if output.total > limits.flood and not stopped:
-                control.shutdown(socket.SHUT_WR)    # the supervisor takes this as the order to end the run
-                stopped = True
-        line = control.makefile("rb").readline()
-        if not line:
-            raise SandboxError("the supervisor of a run was killed")
-        return output, json.loads(line)
-
-    @staticmethod
-    def _settle(control):
-        """However a run ended for us (Ctrl-C too), wait until its processes are gone."""
-        with contextlib.suppress(OSError):
-            control.settimeout(5.0)
-            control.shutdown(socket.SHUT_WR)
-            while control.recv(65536):
-                pass
+                line = control.makefile("rb").readline()
+            finally:            # however it ended for us (Ctrl-C too), wait until the run's processes are gone
+                with suppress(OSError):
+                    control.shutdown(socket.SHUT_WR)
+                    control.makefile("rb").read()
+        report = json.loads(line or '{"status": "sandbox", "output": "the supervisor of a run was killed"}')
+        if report["status"] == "sandbox": raise SandboxError(report["output"])
+        return Result(**report)
 
     def make_workspace(self, files={}):
-        """Make a new private folder with these files (name -> bytes) and return its path."""
+        """Make a new private folder with these files (name -> bytes). Returns its path."""
         workspace = os.path.realpath(tempfile.mkdtemp(prefix="workspace-"))
         self.workspaces.add(workspace)
-        for name, data in files.items():
-            path = os.path.join(workspace, plain_name(name))
-            with open(path, "xb") as file:
-                file.write(data)
-            if self.user is not None:
-                os.chown(path, self.user, self.user)
-        if self.user is not None:
-            os.chown(workspace, self.user, self.user)
+        for name, data in files.items(): Path(workspace, name).write_bytes(data)
+        for path in [workspace, *Path(workspace).iterdir()]:
+            if self.user is not None: os.chown(path, self.user, self.user)
         return workspace
 
-    def remove_workspace(self, path):
-        """Remove a workspace, whatever a program made of it. Raises ValueError for any other folder."""
-        if path not in self.workspaces:
-            raise ValueError(f"{path}: not a workspace of this sandbox")
-        # Not shutil.rmtree: it fails on thousands of nested folders. chmod: folders may be locked.
-        if os.geteuid() != 0:
-            subprocess.run(["chmod", "-R", "u+rwx", "--", path], stderr=subprocess.DEVNULL)
-        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL)
-        self.workspaces.discard(path)
+    def remove_workspace(self, workspace):
+        """Remove a workspace, whatever a program made of it: locked folders, or thousands nested (rmtree fails)."""
+        if os.geteuid() != 0: subprocess.run(["chmod", "-R", "u+rwx", "--", workspace], stderr=subprocess.DEVNULL)
+        subprocess.run(["rm", "-rf", "--", workspace], stderr=subprocess.DEVNULL)
+        self.workspaces.discard(workspace)
 
     @staticmethod
     def read(workspace, name, most=64 << 20):
-        """The bytes of a file that a program left (never unpickle them): the only way the host takes one.
-
-        Raises OSError for whatever isn't a plain file with one name of at most `most` bytes: a link could be
-        the answers in disguise, a pipe would block the host, a sparse file fill its memory.
-        """
-        path = os.path.join(workspace, plain_name(name))
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        """The bytes of a file that a program left (never unpickle them): the only way the host takes one. OSError if
+        it isn't plain with one name: links may lead to the answers, pipes hang the host, sparse files fill memory."""
+        if "/" in name or not name.isprintable(): raise OSError(f"{name[:100]!r} is not the name of a file")
+        opener = lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(os.path.join(workspace, name), "rb", opener=opener) as file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-                raise OSError(f"{name!r} is not a plain file")
-            if found.st_size > most:
-                raise OSError(f"{name!r} has {found.st_size} bytes, more than {most}")
-            return file.read(most)
+            if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size <= most: return file.read(most)
+        raise OSError(f"{name!r} is not a plain file of at most {most} bytes")
 
     @staticmethod
     def list_files(workspace, most=50):
-        """[(name, bytes)] of the regular files, sorted by name. A prompt may show it: names are printable and short."""
-        found = []
-        for entry in os.scandir(workspace):
-            if entry.is_file(follow_symlinks=False):
-                name = "".join(c if c.isprintable() else "?" for c in entry.name)[:100]
-                found.append((name, entry.stat(follow_symlinks=False).st_size))
-        return sorted(found)[:most]
+        """[(name, bytes)] of the regular files, sorted. For prompts: names are made printable and short."""
+        files = [entry for entry in os.scandir(workspace) if entry.is_file(follow_symlinks=False)]
+        printable = lambda name: "".join(c if c.isprintable() else "?" for c in name)[:100]
+        return sorted((printable(entry.name), entry.stat(follow_symlinks=False).st_size) for entry in files)[:most]
 
     def close(self):
         """End every program and the zygote, remove the workspaces that are left. May be called twice."""
-        if os.getpid() != self.owner:       # a fork of the trainer has none of this
-            return
         with self.lock:
             self.closed = True
             if self.process is not None:
-                with contextlib.suppress(OSError):
-                    self.line.shutdown(socket.SHUT_RDWR)    # not only closed: a fork of the trainer may hold it too
-                self.line.close()
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with suppress(OSError, subprocess.TimeoutExpired), self.line:
+                    self.line.shutdown(socket.SHUT_RDWR)        # a fork of the trainer may hold it open too
                     self.process.wait(10)
                 self.process.kill()
                 self.process.wait()
-                self.process = None
-        for workspace in list(self.workspaces):
-            self.remove_workspace(workspace)
-        atexit.unregister(self.close)
+        for workspace in list(self.workspaces): self.remove_workspace(workspace)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-
-def plain_name(name):
-    """The name itself if it is one of a file in a folder; OSError if it is a path or no name at all."""
-    try:
-        if os.fsencode(name) and os.path.basename(name) == name and name not in (".", "..") and "\0" not in name:
-            return name
-    except (UnicodeError, TypeError):
-        pass
-    raise OSError(f"{name!r:.120} is not the name of a file")
-
-
-def nobody_reaches_python():
-    """Whether we are root and programs can be nobody: a Python below a closed home could not be read by them."""
-    for path in (sys.prefix, sys.base_prefix, tempfile.gettempdir()):
-        path = os.path.realpath(path)
-        while os.stat(path).st_mode & stat.S_IXOTH:
-            if path == "/":
-                break
-            path = os.path.dirname(path)
-        else:
-            return False
-    return os.geteuid() == 0
-
+    __exit__ = lambda self, *_: self.close()
 
 if __name__ == "__main__":
     zygote(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
