@@ -250,9 +250,9 @@ def draw(logits, uniforms):
 
     One uniform number decides one token, so the same number gives the same token in any batch.
 
-    >>> probabilities = torch.tensor([[0.5, 0.0, 0.3, 0.2]]).repeat(4, 1)
+    >>> probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2]]).repeat(4, 1)
     >>> draw(probabilities.log(), torch.tensor([0.0, 0.49, 0.51, 0.81], dtype=torch.float64)).tolist()
-    [0, 0, 2, 3]
+    [1, 1, 3, 4]
     """
     # float64: over 150,000 ids a float32 running sum loses the tail
     cdf = logits.double().softmax(-1).cumsum(-1)
