@@ -286,18 +286,19 @@ def show_prompts(name):
 # Runs programs of a language model and believes nothing they leave behind. Four processes, each trusting only those
 # before it: host -> zygote -> supervisor -> program. The host (the trainer) never forks or unpickles. The zygote,
 # this file as a script in an empty environment (keep it light: no torch), imports once what programs need and forks
-# for every run. The supervisor of a run watches time, memory, output, processes, disk, and ends all below it. A program
-# first gives up files but its workspace (and, to read, Python and the system's libraries), root, capabilities,
-# sockets and all ways into other processes. NOT protected against:
+# for every run. The supervisor of a run watches time, memory, output, processes and disk, and ends all below it. The
+# program first gives up every file but its workspace (and, to read, Python and the system's libraries), root, all
+# capabilities, sockets, and every way into other processes. This does NOT protect against:
 #   - faults of the kernel; side channels (timing, load, caches): for these put a virtual machine around the trainer
 #   - stat() on any path: existence, size and times of files outside show, their contents and lists don't
 #   - changed times (utime) of files of the same user; on kernels before 6.2 emptied files of the same user's Python
-#   - memory, processes or disk taken between two looks, 0.2 s apart (the kernel is told to end programs first)
+#   - memory, processes, disk or output taken between two looks, 0.2 s apart (the kernel ends programs first)
 #   - reading below sys.prefix, /usr, /lib or /bin: keep no answers and no keys there
 #   - lies: what a program prints is its word, not evidence
 #   - anything but accidents at the level "limits": such a program reads, changes and kills all that its user can
 
-LINUX, NOBODY, LOOK_EVERY, GRACE = sys.platform == "linux", 65534, 0.2, 60.0    # seconds: between looks; for our failures
+LINUX, NOBODY = sys.platform == "linux", 65534
+LOOK_EVERY, GRACE = 0.2, 60.0       # seconds: between two looks of the supervisor; until we count as having failed
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446               # numbers on every machine
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8                               # the first of Landlock's rights
@@ -382,7 +383,7 @@ def lock_down(workspace, user):
     # seccomp: a filter that looks at the number of the machine, of the call, and at some calls' first argument.
     step = lambda code, value, skip_if=0, skip_else=0: struct.pack("HBBI", code, skip_if, skip_else, value)
     steps = [step(LOAD, 4), step(IF_EQUAL, machine, 1, 0), step(RETURN, KILL), step(LOAD, 0)]
-    steps += [step(IF_NOT_LESS, 0x40000000, 0, 1), step(RETURN, PERMISSION)]          # x86: all calls once more
+    steps += [step(IF_NOT_LESS, 0x40000000, 0, 1), step(RETURN, PERMISSION)]            # x86: all calls once more
     older = {**(SIGNALS if version < 6 else {}), **({"truncate": (76, 45)} if version < 3 else {})}
     # clone3: "no such call", for a filter can't see its flags, and libc then takes clone.
     for error, calls in ((errno.EPERM, {**REFUSED, **older}), (0, PRETENDED), (errno.ENOSYS, {"clone3": (435, 435)})):
@@ -498,8 +499,8 @@ def excess(workspace, limits):
                         size, count = size + found.st_blocks * 512, count + 1
                         if stat.S_ISDIR(found.st_mode): folders.append(entry.path)
     except OSError: return "disk"       # a path too long to follow, a folder that may not be listed: they hide files
-    unlinked = written > 4 * limits.disk        # open files without a name show nowhere else
-    if size > limits.disk or count > limits.files or unlinked: return "disk"
+    if size > limits.disk or count > limits.files: return "disk"
+    return "disk" if written > 4 * limits.disk else None    # open files without a name show nowhere else
 
 def zygote(requests, preload):
     """Fork a supervisor per request (one byte, one descriptor) until the host closes the line or is dead."""
@@ -543,8 +544,8 @@ class Sandbox(AbstractContextManager):
             if probed.status != "ok": raise SandboxError(f"{probed.status}: {probed.output.strip()[-300:]}")
         except SandboxError as error:
             self.close()
-            raise SandboxError(f"no isolation here ({error}); `--sandbox limits` runs programs without, not as root")
-        if level == "limits": print("WARNING: programs run WITHOUT isolation, can do all that you can", file=sys.stderr)
+            raise InputError(f"no isolation here ({error}); --sandbox limits needs none, but not root") from None
+        if level == "limits": print("WARNING: programs run WITHOUT isolation, can do what you can", file=sys.stderr)
 
     def run(self, code, workspace, **limits):
         """Execute code in a folder of make_workspace (one run at a time in each). Files stay there, processes don't:

@@ -16,7 +16,7 @@ import numpy as np
 
 import judge
 from agents import PIPELINES, InputError, Sandbox
-from model import load
+from model import load, read_json
 from rollout import Sampling, gather, make_jobs, record, run_episodes
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
@@ -122,19 +122,13 @@ def print_summary(title, summary):
         score = "none" if a["score"] is None else f"{a['score']:.2f}"
         print(f"    {name:<10} score {score:>5}   truncated {100 * a['truncated']:.1f}%   {a['tokens']:.1f} tokens")
 
-def read_run(folder):
-    """(config, folder of the base model or hub id, folder of the last checkpoint) of a run folder."""
-    try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-            config = json.load(f)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} is not a readable run folder: {error}") from None
-    try:
-        with open(os.path.join(folder, "latest"), encoding="utf-8") as f:
-            checkpoint = os.path.join(folder, f.read().strip())
-    except OSError:
-        raise InputError(f"{folder} has no complete checkpoint yet") from None
-    return config, config["model"] or os.path.join(folder, "base"), checkpoint
+def latest_checkpoint(run):
+    """The name of the last complete checkpoint in a run folder; nothing if there is none yet."""
+    path = os.path.join(run, "latest")
+    if not os.path.exists(path):
+        return ""
+    with open(path, encoding="utf-8") as f:
+        return f.read().strip()
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Evaluate a run: its base model against its last checkpoint.")
@@ -161,7 +155,11 @@ def evaluate_run(options):
     """Both systems of a run on its held-out problems; returns the JSON object that --json prints."""
     if options.problems < 1 or options.samples < 1 or not options.temperature >= 0:
         raise InputError("--problems and --samples start at 1, --temperature at 0")
-    config, base, checkpoint = read_run(options.run)
+    config = read_json(options.run, "config.json", what="run folder")
+    if not latest_checkpoint(options.run):
+        raise InputError(f"{options.run} has no complete checkpoint yet")
+    base = config["model"] or os.path.join(options.run, "base")
+    checkpoint = os.path.join(options.run, latest_checkpoint(options.run))
     pipeline = PIPELINES[config["pipeline"]]
     problems = pipeline.problems("held-out")[: options.problems]
     names = [agent.name for agent in pipeline.agents]

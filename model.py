@@ -365,8 +365,8 @@ def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
 
 # ---- Weights in and out: Hugging Face folders ------------------------------------------------------------------------
 
-def read_json(folder, name, default=None):
-    """The content of a JSON file of a model folder; `default`, if there is one, where the file is absent."""
+def read_json(folder, name, default=None, what="model folder"):
+    """The content of a JSON file of a folder; `default`, if there is one, where the file is absent."""
     path = os.path.join(folder, name)
     if default is not None and not os.path.exists(path):
         return default
@@ -374,7 +374,7 @@ def read_json(folder, name, default=None):
         with open(path, encoding="utf-8") as f:
             return json.load(f)
     except FileNotFoundError:
-        raise InputError(f"{folder} is not a model folder: it has no {name}") from None
+        raise InputError(f"{folder} is not a {what}: it has no {name}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
 

@@ -37,8 +37,8 @@ from tqdm import tqdm
 
 import judge
 import model
-from agents import PIPELINES, InputError, Pipeline, Sandbox, digest, extend, render
-from eval import evaluate, print_summary, summarise, summarise_agent
+from agents import PIPELINES, InputError, Pipeline, Sandbox, SandboxError, digest, extend, render
+from eval import evaluate, latest_checkpoint, print_summary, summarise, summarise_agent
 from rollout import Sampling, gather, make_jobs, rank, record, run_episodes, world
 
 # ---- Configuration. Each field is an option of the command line, with its comment as help ----------------------------
@@ -139,12 +139,10 @@ def read_config(argv):
 
 def saved_config(out, given):
     """The config of the run in `out`, with the free options given now; any other one must be as it was."""
-    path = os.path.join(out, "config.json")
     try:
-        with open(path, encoding="utf-8") as f:
-            saved = Config(**json.load(f))
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{out} holds no run to resume: {path} cannot be used ({error})") from None
+        saved = Config(**model.read_json(out, "config.json", what="run folder"))
+    except TypeError as error:
+        raise InputError(f"{out} was written by another version: {error}") from None
     for name, now in given.items():
         was = getattr(saved, name)
         if name not in FREE_ON_RESUME and now != was:
@@ -546,22 +544,13 @@ def save_checkpoint(out, step, policies, tokenizer):
                 shutil.rmtree(os.path.join(out, old, "optimizer"), ignore_errors=True)
     barrier()
 
-def latest_checkpoint(out):
-    """The name of the last complete checkpoint in a run folder; nothing if there is none yet."""
-    path = os.path.join(out, "latest")
-    if not os.path.exists(path):
-        return ""
-    with open(path, encoding="utf-8") as f:
-        return f.read().strip()
-
 def load_checkpoint(out, policies):
     """Bring the policies to the state of the last complete checkpoint; returns its step, 0 if there is none yet."""
     if not latest_checkpoint(out):
         return 0
     folder = os.path.join(out, latest_checkpoint(out))
     try:
-        with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-            state = json.load(f)
+        state = model.read_json(folder, "state.json", what="checkpoint")
         for policy in policies:
             policy.optimizer.load(os.path.join(folder, "optimizer", policy.agents[0]), state["processes"])
     except Exception as error:  # safetensors raises a type of its own
@@ -807,7 +796,7 @@ def main(argv=None):
         code = train(read_config(argv))
     except InputError as error:
         code = complain(error, 2)
-    except RunError as error:
+    except (RunError, SandboxError) as error:
         code = complain(error, 1)
     except KeyboardInterrupt:
         code = complain("interrupted", 130)

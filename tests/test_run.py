@@ -166,11 +166,11 @@ def test_bad_input_ends_in_one_line_and_code_2(straight, tmp_path, capfd):
         (train.main, ["--model", str(tmp_path), "--out", str(tmp_path / "b")], "has no config.json"),
         (train.main, ["--out", str(straight)], "holds another run"),
         (train.main, ["--out", str(straight), "--resume", "--lr", "1"], "was started with --lr 0.0004"),
-        (train.main, ["--out", str(broken), "--resume"], "holds no run to resume"),
+        (train.main, ["--out", str(broken), "--resume"], "config.json cannot be read"),
         (train.main, ["--out", str(tmp_path / "file" / "x")], "cannot be written"),
         (train.main, ["--device", "cuda", "--out", str(tmp_path / "c")], "no usable GPU"),
-        (eval.main, ["--run", str(tmp_path / "none")], "not a readable run folder"),
-        (eval.main, ["--run", str(broken)], "not a readable run folder"),
+        (eval.main, ["--run", str(tmp_path / "none")], "is not a run folder"),
+        (eval.main, ["--run", str(broken)], "config.json cannot be read"),
         (eval.main, ["--run", str(straight), "--samples", "0"], "start at 1"),
     ]
     for main, options, message in cases:

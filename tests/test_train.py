@@ -302,7 +302,7 @@ def test_the_order_of_problems_is_a_function_of_seed_and_step():
         (["--max-failures", "3"], "--max-failures is a share"),
         (["--advantage", "grpo", "--samples", "1"], "compares samples"),
         (["--pipeline", "mathchat"], "needs a pretrained model"),
-        (["--resume", "--out", "no/such/run"], "holds no run to resume"),
+        (["--resume", "--out", "no/such/run"], "is not a run folder"),
     ],
 )
 def test_bad_options_are_one_sentence(options, message):
