@@ -528,12 +528,14 @@ def zygote(requests, preload):
 class Sandbox(AbstractContextManager):
     """Runs programs, from many threads at once, each on a core of its own; others queue, clocks stopped. The level
     "landlock" is described above; "limits" (macOS, kernels before 5.13) bounds time, output and disk and protects
-    nothing. `preload` names modules to import once for all: a fork with pandas takes 25 ms, importing it 300."""
-    def __init__(self, level="landlock", preload=(), **limits):
+    nothing. `preload` names modules to import once for all: a fork with pandas takes 25 ms, importing it 300.
+    `cores`: the processors to use, all allowed ones by default. InputError where the level can't be had."""
+    def __init__(self, level="landlock", preload=(), cores=None, **limits):
         self.level, self.preload, self.limits, self.workspaces = level, preload, Limits(**limits), set()
         self.process, self.line, self.closed, self.lock = None, None, False, threading.Lock()
         self.cores = queue.SimpleQueue()                        # holding a core is the right to run a program
-        for core in sorted(os.sched_getaffinity(0)) if LINUX else range(os.cpu_count()): self.cores.put(core)
+        allowed = sorted(os.sched_getaffinity(0)) if LINUX else range(os.cpu_count())
+        for core in cores or allowed: self.cores.put(core)
         # Below a closed home imports would fail in programs that are nobody: these stay root, without its powers.
         tops = [Path(path).resolve() for path in (sys.prefix, sys.base_prefix, tempfile.gettempdir())]
         reached = all(folder.stat().st_mode & stat.S_IXOTH for top in tops for folder in [top, *top.parents])

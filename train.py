@@ -187,6 +187,12 @@ def start_processes(config):
         dist.init_process_group(backend, timeout=timedelta(seconds=config.collective_timeout))
     return torch.device("cuda", local) if gpus else torch.device("cpu")
 
+def own_cores():
+    """This process's share of the machine's cores for the agents' programs; None, which means all, without torchrun."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    return sorted(os.sched_getaffinity(0))[int(os.environ.get("LOCAL_RANK", 0)) :: int(os.environ.get("LOCAL_WORLD_SIZE", 1))]
+
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
     """Sum (or another reduction) of a tensor over all processes, in place; returns it."""
     if world() > 1:
@@ -675,7 +681,7 @@ def train(config):
     """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
     device, pipeline = start_processes(config), PIPELINES[config.pipeline]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with Sandbox(config.sandbox, timeout=config.sandbox_timeout) as sandbox:
+    with Sandbox(config.sandbox, cores=own_cores(), timeout=config.sandbox_timeout) as sandbox:
         if config.model:
             start = model.load(config.model, device, dtype)  # before the folder is claimed: the model may be missing
             open_run(config)

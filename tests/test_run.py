@@ -43,8 +43,11 @@ def metrics(out):
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines(out / "metrics.jsonl")]
 
 
+def saved_step(out):
+    return int((out / "latest").read_text().removeprefix("step_"))
+
 def weights(out, agent):
-    return load_file(out / (out / "latest").read_text().strip() / agent / "model.safetensors")
+    return load_file(out / f"step_{saved_step(out):06d}" / agent / "model.safetensors")
 
 
 def assert_same(a, b, tolerance):
@@ -125,21 +128,21 @@ def wait_for(condition, process):
 
 def test_interrupted_and_killed_runs_go_on_bit_for_bit(straight, base, tmp_path):
     """FAULTS 29, 30. Symptom: a resumed run repeats data, draws other samples, or cannot be resumed at all. Guard: all
-    is a function of (seed, step). Ctrl-C in step 1 saves and exits with 130; kill -9 after step 3 loses that step only;
-    what comes out in the end is, bit for bit, the run of four steps in one go."""
+    is a function of (seed, step). Ctrl-C early on saves and exits with 130; kill -9 in the last step loses what came
+    after the last checkpoint; what comes out in the end is, bit for bit, the run of four steps in one go."""
     process = start(tmp_path, SMALL, base)
     wait_for((tmp_path / "config.json").exists, process)
     wait_for(lambda: "0/4" in process.stderr.readline(), process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "--resume" in errors
-    assert (tmp_path / "latest").read_text() == "step_000001\n"
+    assert 1 <= saved_step(tmp_path) < 4 and len(lines(tmp_path / "metrics.jsonl")) == saved_step(tmp_path)
 
     process = start(tmp_path, ["--resume"])
-    wait_for(lambda: len(lines(tmp_path / "metrics.jsonl")) == 3, process)
+    wait_for(lambda: len(lines(tmp_path / "metrics.jsonl")) >= 3, process)
     process.kill()
     process.communicate()
-    assert (tmp_path / "latest").read_text() == "step_000002\n"
+    assert 2 <= saved_step(tmp_path) < 4
 
     run(tmp_path, ["--resume"])
     assert_same(tmp_path, straight, 0)
