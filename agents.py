@@ -1,8 +1,8 @@
 """agents.py: who works on a problem, in which order, what each agent sees, and what it may do.
 
-Part of the paper: its multi-agent workflows (MathChat: Problem Solver -> Code Executor -> Verifier) and a miniature twin
-for the embedded model (arithmetic: Solver -> Coder -> Verifier). An agent's prompt is rendered to token ids once, by the
-tokenizer's chat template; a further turn extends those ids and is never rendered again from text.
+Part of the paper: its multi-agent workflows (MathChat: Problem Solver -> Code Executor -> Verifier) and a miniature
+twin for the embedded model (arithmetic: Solver -> Coder -> Verifier). An agent's prompt is rendered to token ids once,
+by the tokenizer's chat template; a further turn extends those ids and is never rendered again from text.
 
 Also here: the one tool that agents have, a Python sandbox (second half of the file). That is why this file imports the
 standard library only: started as a script, it is the sandbox's small server process.
@@ -11,15 +11,15 @@ What we leave out: agents that talk in free order, tools other than Python, and 
 
 See the prompts of a pipeline:  python -c "import agents; agents.show_prompts('arithmetic')"
 """
-import atexit, ctypes, errno, gc, glob, hashlib, importlib, json, linecache, math, os, platform, queue, random, re, resource
-import select, signal, socket, stat, struct, subprocess, sys, tempfile, threading, time, traceback, types
+import atexit, ctypes, errno, gc, glob, hashlib, importlib, json, linecache, math, os, platform, queue, random, re
+import resource, select, signal, socket, stat, struct, subprocess, sys, tempfile, threading, time, traceback, types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 class InputError(Exception):
-    """Bad input from the user. The message is one sentence: what, where, what to do. Commands print it and exit with 2."""
+    """Bad input from the user. The message is one sentence: what, where, what to do. Commands print it and exit 2."""
 
 def digest(*parts):
     """A number in [0, 2^64) that depends on nothing but the parts.
@@ -124,9 +124,8 @@ def extend(tokenizer, context_ids, ids, observation):
     """
     mark = "<reply>"
     conversation = [("user", "?"), ("assistant", mark), ("user", defuse(observation, tokenizer))]
-    text = tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in conversation], add_generation_prompt=True, tokenize=False
-    )
+    messages = [{"role": role, "content": content} for role, content in conversation]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     rest = tokenizer(text.split(mark, 1)[1], add_special_tokens=False)["input_ids"]
     # the template ends the reply with a terminator, which the action has already, unless it was truncated
     return context_ids + ids + (rest[1:] if rest[0] == ids[-1] else rest)
@@ -150,23 +149,23 @@ MATHCHAT = Pipeline(
     agents=(
         Agent(
             name="Solver",
-            role=MATH_TEAM + "You are the Problem Solver. Derive the solution step by step, name the facts that you use, "
-            "and end with the result that you reached. You cannot run programs.",
+            role=MATH_TEAM + "You are the Problem Solver. Derive the solution step by step, name the facts that you "
+            "use, and end with the result that you reached. You cannot run programs.",
             prompt="{problem}",
         ),
         Agent(
             name="Coder",
-            role=MATH_TEAM + "You are the Code Executor. Write one Python program, in a ```python block, that computes or "
-            "checks the answer independently of the Problem Solver's reasoning, and print what matters. It runs for at "
-            "most 30 seconds, without a network. If it fails, you will see the error and may write it once more.",
+            role=MATH_TEAM + "You are the Code Executor. Write one Python program, in a ```python block, that computes "
+            "or checks the answer independently of the Problem Solver's reasoning, and print what matters. It runs for "
+            "at most 30 seconds, without a network. If it fails, you see the error and may write it once more.",
             prompt="Problem:\n{problem}\n\nThe Problem Solver's work:\n{Solver}",
             max_actions=2,
             uses_tools=True,
         ),
         Agent(
             name="Verifier",
-            role=MATH_TEAM + "You are the Verifier. Compare what the Code Executor wrote with what its program printed, "
-            "decide what the answer is, and put it alone into \\boxed{{}} at the end of your reply.",
+            role=MATH_TEAM + "You are the Verifier. Compare what the Code Executor wrote with what its program "
+            "printed, decide what the answer is, and put it alone into \\boxed{{}} at the end of your reply.",
             prompt="Problem:\n{problem}\n\nThe Code Executor's work:\n{Coder}\n\n{Coder_output}",
             coach_sees_truth=True,
         ),
@@ -279,9 +278,9 @@ PIPELINES = {p.name: p for p in (ARITHMETIC, MATHCHAT)}
 def show_prompts(name):
     """Print the agents of a pipeline with their prompts."""
     for agent in PIPELINES[name].agents:
-        print(f"--- {agent.name}: up to {agent.max_actions} actions, tools: {agent.uses_tools}\n{agent.role}\n{agent.prompt}")
+        print(f"--- {agent.name}, up to {agent.max_actions} actions\n{agent.role}\n{agent.prompt}")
 
-# ---- The sandbox ------------------------------------------------------------------------------------------------------
+# ---- The sandbox -----------------------------------------------------------------------------------------------------
 #
 # Runs programs of a language model and believes nothing they leave behind. Four processes, each trusting only those
 # before it: host -> zygote -> supervisor -> program. The host (the trainer) never forks or unpickles. The zygote,

@@ -130,7 +130,7 @@ def score_coder(case):
     return Verdict(10, "the program computes what it was handed")
 
 def score_verifier(case):
-    """The answer against the output that it was handed: a faithful report of a wrong output is not the Verifier's fault."""
+    """The answer against the output that it was handed: reporting a wrong output faithfully is not its fault."""
     answer, output = final_answer(case.reply), normalised(case.handed["Coder_output"])
     if answer is None:
         return Verdict(0, "there is no boxed answer", False)

@@ -488,7 +488,7 @@ def tiny_tokenizer(pieces):
     return tokenizer
 
 def tiny(pieces, seed=0, hidden_size=64, layers=3, heads=4, kv_heads=2):
-    """A new, untrained (model, tokenizer) in Qwen3's layout, of about 0.15M weights, for a vocabulary of text pieces."""
+    """A new, untrained (model, tokenizer) in Qwen3's layout, about 0.15M weights, for a vocabulary of text pieces."""
     tokenizer = tiny_tokenizer(pieces)
     hf = dict(
         architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=len(tokenizer), hidden_size=hidden_size,

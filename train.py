@@ -191,7 +191,8 @@ def own_cores():
     """This process's share of the machine's cores for the agents' programs; None, which means all, without torchrun."""
     if not hasattr(os, "sched_getaffinity"):
         return None
-    return sorted(os.sched_getaffinity(0))[int(os.environ.get("LOCAL_RANK", 0)) :: int(os.environ.get("LOCAL_WORLD_SIZE", 1))]
+    local, processes = (int(os.environ.get(name, i)) for i, name in enumerate(("LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+    return sorted(os.sched_getaffinity(0))[local::processes]
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
     """Sum (or another reduction) of a tensor over all processes, in place; returns it."""
@@ -428,7 +429,7 @@ class ShardedAdamW:
         self.publish()
 
 def learning_rate(update, updates, config):
-    """lr of optimizer step `update` = 0.. of `updates`: linear warm-up, then a cosine down to lr * lr_final, and no more.
+    """lr of optimizer step `update` = 0.. of `updates`: linear warm-up, then a cosine down to lr * lr_final, clamped.
 
     >>> c = Config(lr=1.0, lr_warmup=0.2, lr_final=0.1)
     >>> [round(learning_rate(u, 10, c), 3) for u in (0, 1, 2, 6, 10, 15)]
@@ -474,7 +475,7 @@ def update(policy, reference, samples, step, config):
     return {name: agent_metrics([row[1:] for row in rows if row[0] == name]) | common for name in policy.agents}
 
 def accumulate(policy, samples, actions, config):
-    """Sum the gradients of one optimizer step's loss over micro-batches; `actions`: how many it has on all processes."""
+    """Sum the gradients of an optimizer step's loss over micro-batches; `actions`: how many it has over all processes."""
     policy.optimizer.zero_grad()
     for micro in pack(samples, config.micro_batch_tokens):
         logprobs, entropies = score(policy.network, micro, config.temperature)
@@ -526,7 +527,7 @@ def publish_folder(partial, final):
     os.rename(partial, final)
 
 def save_checkpoint(out, step, policies, tokenizer):
-    """Write OUT/step_NNNNNN: a Hugging Face folder for each agent, and the optimizer's shards. All processes call it."""
+    """Write OUT/step_NNNNNN: each agent's Hugging Face folder, and the optimizers' shards. All processes call it."""
     name = f"step_{step:06d}"
     if latest_checkpoint(out) == name:
         return  # replacing it would leave a moment without any
@@ -708,7 +709,7 @@ def train(config):
     return 0
 
 def steps_until_stop(run, done):
-    """Train from step done + 1 to the last; False if a signal stopped it early. Saves as it goes, and before it stops."""
+    """Train from step done + 1 to the last; False if a signal stopped it early. Saves as it goes, and at its end."""
     config, out = run.config, run.config.out
     asked = stop_on_signals()
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, disable=rank() > 0)
@@ -775,7 +776,8 @@ def held_out_figures(run, models, when):
         return None
     problems = run.pipeline.problems("held-out")[: config.eval_problems]
     how = sampling(config, ("eval", config.seed))
-    records = evaluate(run.pipeline, models, run.tokenizer, problems, config.eval_samples, judge.rules, run.sandbox, how)
+    arguments = models, run.tokenizer, problems, config.eval_samples, judge.rules, run.sandbox, how
+    records = evaluate(run.pipeline, *arguments)
     figures = summarise(records, list(models))
     if rank() == 0:
         print(f"held-out accuracy {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
@@ -787,7 +789,7 @@ def report(before, after, config):
         print(f"\n{config.eval_problems} held-out problems, {config.eval_samples} samples each")
         print_summary("before", before)
         print_summary("after ", after)
-    print(f"every action, with its score and the reason: {config.out}/episodes.jsonl; curves: {config.out}/metrics.jsonl")
+    print(f"every action, its score and the reason: {config.out}/episodes.jsonl; curves: {config.out}/metrics.jsonl")
     print(f"compare again, on other samples: python eval.py --run {config.out} --seed 1")
 
 def complain(message, code):
