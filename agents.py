@@ -44,7 +44,7 @@ class Problem:
 class Agent:
     name: str
     prompt: str  # template of the user message; {problem}, {NAME} and {NAME_output} of earlier agents are filled in
-    role: str = ""  # system message
+    role: str = ""  # template of the system message
     max_actions: int = 1
     uses_tools: bool = False  # the code blocks of its reply run as one program
     coach_sees_truth: bool = False  # only then is the coach shown the true answer
@@ -110,7 +110,7 @@ def render(tokenizer, agent, values):
     # str.format looks at the template alone: braces in the values stay what they are
     messages = [{"role": "user", "content": agent.prompt.format(**values)}]
     if agent.role:
-        messages.insert(0, {"role": "system", "content": agent.role})
+        messages.insert(0, {"role": "system", "content": agent.role.format(**values)})
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     # NOTE: templates write the BOS themselves; tokenizing their text afterwards would put a second one in front
     assert tokenizer.bos_token_id is None or ids.count(tokenizer.bos_token_id) <= 1, "more than one BOS in a prompt"

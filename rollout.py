@@ -154,7 +154,7 @@ def reply(agent, turn, episodes, contexts, model, tokenizer, how):
         draws = [uniforms(how.stream, *identity, how.max_new_tokens) for identity in who]
         completions = sample(model, contexts[part], draws, how.max_new_tokens, how.temperature)
         for episode, context, c in zip(episodes[part], contexts[part], completions):
-            text = tokenizer.decode(c.ids, skip_special_tokens=True)
+            text = tokenizer.decode(c.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             episode.actions.append(Action(agent.name, turn, context, c.ids, c.logprobs, c.truncated, text))
 
 def run_program(pipeline, episode, sandbox, workspace):

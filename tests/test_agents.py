@@ -101,8 +101,12 @@ def test_mathchat_shows_each_agent_what_the_paper_says(tokenizer):
     assert not any(word in seen for word in ("SOLVED", "FIRST", "TRUTH"))
     assert "SOLVED" in coder.prompt.format(**values)
     assert [a.coach_sees_truth for a in MATHCHAT.agents] == [False, False, True]
-    assert all("4096 tokens" in a.role.format(**values) for a in MATHCHAT.agents)
-    assert "\\boxed{}" in verifier.role.format(**values)
+    tokenizer = model.tiny_tokenizer([chr(i) for i in range(32, 127)] + ["\n"])
+    for agent in MATHCHAT.agents:
+        rendered = tokenizer.decode(agents.render(tokenizer, agent, values))
+        assert rendered.startswith("<|system|>You are one of three agents") and rendered.endswith("<|assistant|>")
+        assert "after 4096 tokens" in rendered and "{" not in rendered.replace("\\boxed{}", "")
+        assert agent.prompt.format(**values) in rendered
 
 
 def test_only_the_part_after_thinking_is_run():
