@@ -3,14 +3,10 @@
 Part of the paper: its multi-agent workflows (MathChat: Problem Solver -> Code Executor -> Verifier) and a miniature
 twin for the embedded model (arithmetic: Solver -> Coder -> Verifier). An agent's prompt is rendered to token ids once,
 by the tokenizer's chat template; a further turn extends those ids and is never rendered again from text.
-
 Also here: the one tool that agents have, a Python sandbox (second half of the file). That is why this file imports the
 standard library only: started as a script, it is the sandbox's small server process.
-
 What we leave out: agents that talk in free order, tools other than Python, and the paper's DSBench workflow.
-
-See the prompts of a pipeline:  python -c "import agents; agents.show_prompts('arithmetic')"
-"""
+See prompts:  python -c "import agents; agents.show_prompts('arithmetic')"  (or those of mathchat)"""
 import atexit, ctypes, errno, gc, glob, hashlib, importlib, json, linecache, math, os, platform, queue, random, re
 import resource, select, signal, socket, stat, struct, subprocess, sys, tempfile, threading, time, traceback, types
 from collections.abc import Callable
@@ -21,14 +17,15 @@ from pathlib import Path
 class InputError(Exception):
     """Bad input from the user. The message is one sentence: what, where, what to do. Commands print it and exit 2."""
 
+def require(condition, sentence):
+    """Raise InputError with this sentence unless the condition holds."""
+    if not condition: raise InputError(sentence)
+
 def digest(*parts):
     """A number in [0, 2^64) that depends on nothing but the parts.
-
     Python's hash() is salted per process for strings: ranks would disagree and a resumed run would draw other numbers.
-
     >>> digest("seed", 1) == digest("seed", 1), digest("seed", 1) == digest("seed", 2)
-    (True, False)
-    """
+    (True, False)"""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 # ---- Problems, agents, pipelines -------------------------------------------------------------------------------------
@@ -68,22 +65,17 @@ class Demonstration:
 
 def after_thinking(text):
     """The part of a reply behind its thinking part; nothing if the thinking never ended.
-
     >>> after_thinking("<think>12 or 13?</think>It is 12."), after_thinking("<think>12 or"), after_thinking("12")
-    ('It is 12.', '', '12')
-    """
+    ('It is 12.', '', '12')"""
     _, closed, rest = text.rpartition("</think>")
     return rest if closed or "<think>" not in text else ""
 
 def extract_program(text):
     r"""The Python blocks of a reply's part after thinking, joined in order to one program; None if there are none.
-
     Blocks in another language are passed over, and so is one that the output limit cut off.
-
     >>> extract_program("First\n```python\nx = 2\n```\nthen\n```\nprint(x)\n```\nand\n```json\n{}\n```")
     'x = 2\n\nprint(x)\n'
-    >>> extract_program("```python\nprint(1)")
-    """
+    >>> extract_program("```python\nprint(1)")"""
     blocks = re.findall(r"^[ \t]*```(\w*)[ \t]*\n(.*?)^[ \t]*```", after_thinking(text), re.MULTILINE | re.DOTALL)
     programs = [code for language, code in blocks if language.lower() in ("", "python", "python3", "py")]
     return "\n".join(programs) if programs else None
@@ -109,8 +101,7 @@ def render(tokenizer, agent, values):
     values = {name: defuse(text, tokenizer) for name, text in values.items()}
     # str.format looks at the template alone: braces in the values stay what they are
     messages = [{"role": "user", "content": agent.prompt.format(**values)}]
-    if agent.role:
-        messages.insert(0, {"role": "system", "content": agent.role.format(**values)})
+    if agent.role: messages.insert(0, {"role": "system", "content": agent.role.format(**values)})
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     # NOTE: templates write the BOS themselves; tokenizing their text afterwards would put a second one in front
     assert tokenizer.bos_token_id is None or ids.count(tokenizer.bos_token_id) <= 1, "more than one BOS in a prompt"
@@ -118,10 +109,8 @@ def render(tokenizer, agent, values):
 
 def extend(tokenizer, context_ids, ids, observation):
     """The context of an agent's next turn: all ids of the last one, then the observation as a user message.
-
     NOTE: rendering the whole conversation again would not do. Decoding and encoding do not cancel out, and some
-    templates rewrite history (Qwen3 drops earlier thinking), so the agent would be trained on what it never saw.
-    """
+    templates rewrite history (Qwen3 drops earlier thinking), so the agent would be trained on what it never saw."""
     mark = "<reply>"
     conversation = [("user", "?"), ("assistant", mark), ("user", defuse(observation, tokenizer))]
     messages = [{"role": role, "content": content} for role, content in conversation]
@@ -136,41 +125,23 @@ MATH_TEAM = (
     "You are one of three agents who solve a competition problem together, one after another: the Problem Solver works "
     "out the mathematics, the Code Executor checks it with a Python program, and the Verifier states the final answer. "
     "The team succeeds only if the Verifier's final answer is right. Whatever you write, thinking included, is cut off "
-    "after {max_new_tokens} tokens.\n\n"
-)
+    "after {max_new_tokens} tokens.\n\n")
 
 def show_math(result):
     """Tool output as the agents and the coach read it; the sandbox has already kept only its head and tail."""
     return f"The program ended with status {result.status}. Its output:\n{result.output or '(none)'}"
 
-MATHCHAT = Pipeline(
-    name="mathchat",
-    show=show_math,
-    agents=(
-        Agent(
-            name="Solver",
-            role=MATH_TEAM + "You are the Problem Solver. Derive the solution step by step, name the facts that you "
-            "use, and end with the result that you reached. You cannot run programs.",
-            prompt="{problem}",
-        ),
-        Agent(
-            name="Coder",
-            role=MATH_TEAM + "You are the Code Executor. Write one Python program, in a ```python block, that computes "
-            "or checks the answer independently of the Problem Solver's reasoning, and print what matters. It runs for "
-            "at most 30 seconds, without a network. If it fails, you see the error and may write it once more.",
-            prompt="Problem:\n{problem}\n\nThe Problem Solver's work:\n{Solver}",
-            max_actions=2,
-            uses_tools=True,
-        ),
-        Agent(
-            name="Verifier",
-            role=MATH_TEAM + "You are the Verifier. Compare what the Code Executor wrote with what its program "
-            "printed, decide what the answer is, and put it alone into \\boxed{{}} at the end of your reply.",
-            prompt="Problem:\n{problem}\n\nThe Code Executor's work:\n{Coder}\n\n{Coder_output}",
-            coach_sees_truth=True,
-        ),
-    ),
-)
+MATHCHAT = Pipeline("mathchat", show=show_math, agents=(
+    Agent("Solver", "{problem}", MATH_TEAM + "You are the Problem Solver. Derive the solution step by step, name the "
+          "facts that you use, and end with the result that you reached. You cannot run programs."),
+    Agent("Coder", "Problem:\n{problem}\n\nThe Problem Solver's work:\n{Solver}", MATH_TEAM + "You are the Code "
+          "Executor. Write one Python program, in a ```python block, that computes or checks the answer independently "
+          "of the Problem Solver's reasoning, and print what matters. It runs for at most 30 seconds, without a "
+          "network. If it fails, you see the error and may write it once more.", max_actions=2, uses_tools=True),
+    Agent("Verifier", "Problem:\n{problem}\n\nThe Code Executor's work:\n{Coder}\n\n{Coder_output}", MATH_TEAM +
+          "You are the Verifier. Compare what the Code Executor wrote with what its program printed, decide what the "
+          "answer is, and put it alone into \\boxed{{}} at the end of your reply.", coach_sees_truth=True),
+))
 
 # ---- Arithmetic: the miniature twin. Each agent sees what the one before it hands on, so that a fault has one cause --
 
@@ -183,24 +154,17 @@ STORIES = (  # story, right expression
     ("{name} has {a} {thing}, buys {b} more and loses {c}.", "{a}+{b}-{c}"),
     ("{name} has {a} {thing}, loses {b} and buys {c} more.", "{a}-{b}+{c}"),
     ("{name} has {a} boxes of {b} {thing} and buys {c} more.", "{a}*{b}+{c}"),
-    ("{name} has {a} boxes of {b} {thing} and loses {c}.", "{a}*{b}-{c}"),
-)
+    ("{name} has {a} boxes of {b} {thing} and loses {c}.", "{a}*{b}-{c}"))
 PIECES = (
-    *"0123456789+-*,.) ",
-    *NAMES,
-    *(" " + thing for thing in THINGS),
+    *"0123456789+-*,.) ", *NAMES, *(" " + thing for thing in THINGS),
     *(" has", " and", " buys", " more", " loses", " boxes", " of"),
-    *("Solver: ", "Coder: ", "Verifier: ", "\n", "```python\n", "print(", "\n```", "\\boxed{", "}", "error", "nothing"),
-)
+    *("Solver: ", "Coder: ", "Verifier: ", "\n", "```python\n", "print(", "\n```", "\\boxed{", "}", "error", "nothing"))
 
 def value(expression):
     """The value of sums and differences of products of whole numbers, else None. No eval: a model wrote the text.
-
     >>> value("2+3*4-1"), value("2+"), value("2**9"), value("__import__('os')")
-    (13, None, None, None)
-    """
-    if not re.fullmatch(r"\d{1,9}([-+*]\d{1,9}){0,9}", expression):
-        return None
+    (13, None, None, None)"""
+    if not re.fullmatch(r"\d{1,9}([-+*]\d{1,9}){0,9}", expression): return None
     terms = re.findall(r"([-+]?)([\d*]+)", expression)
     return sum((-1 if sign == "-" else 1) * math.prod(map(int, term.split("*"))) for sign, term in terms)
 
@@ -238,18 +202,15 @@ def python_block(expression):
 
 def arithmetic_demonstration(rng):
     """One demonstration for a random agent. Half of the replies are wrong, and so is half of what agents are handed.
-
     A right Coder translates the plan that it was handed, and a right Verifier reports the output that it was handed,
-    even where these are wrong.
-    """
+    even where these are wrong."""
     question, expression = arithmetic_problem(rng, "train")
     plan = expression if rng.random() < 0.5 else spoil(expression, rng)
     code = plan if rng.random() < 0.5 else spoil(plan, rng)
     broken = python_block(plan).replace(")", "")  # a syntax error
     solver, coder, verifier = ARITHMETIC.agents
     agent = rng.choice(ARITHMETIC.agents)
-    if agent is solver:
-        return Demonstration(solver, {"problem": question}, (), plan)
+    if agent is solver: return Demonstration(solver, {"problem": question}, (), plan)
     if agent is coder:
         if rng.random() < 0.2:
             return Demonstration(coder, {"Solver": plan}, ((broken, "error"),), python_block(code))
@@ -263,15 +224,11 @@ def show_arithmetic(result):
     """One short word or number: the embedded model has no vocabulary for tracebacks."""
     return (result.output.strip()[:12] or "nothing") if result.status == "ok" else "error"
 
-ARITHMETIC = Pipeline(
-    name="arithmetic",
-    agents=(
-        Agent("Solver", prompt="Solver: {problem}"),
-        Agent("Coder", prompt="Coder: {Solver}", max_actions=2, uses_tools=True),
-        Agent("Verifier", prompt="Verifier: {Coder_output}", coach_sees_truth=True),
-    ),
-    show=show_arithmetic, problems=arithmetic_problems, pieces=PIECES, demonstration=arithmetic_demonstration,
-)
+ARITHMETIC = Pipeline("arithmetic", show=show_arithmetic, agents=(
+    Agent("Solver", "Solver: {problem}"),
+    Agent("Coder", "Coder: {Solver}", max_actions=2, uses_tools=True),
+    Agent("Verifier", "Verifier: {Coder_output}", coach_sees_truth=True),
+), problems=arithmetic_problems, pieces=PIECES, demonstration=arithmetic_demonstration)
 
 PIPELINES = {p.name: p for p in (ARITHMETIC, MATHCHAT)}
 
@@ -612,13 +569,6 @@ class Sandbox(AbstractContextManager):
             if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size <= most: return file.read(most)
         raise OSError(f"{name!r} is not a plain file of at most {most} bytes")
 
-    @staticmethod
-    def list_files(workspace, most=50):
-        """[(name, bytes)] of the regular files, sorted. For prompts: names are made printable and short."""
-        files = [entry for entry in os.scandir(workspace) if entry.is_file(follow_symlinks=False)]
-        printable = lambda name: "".join(c if c.isprintable() else "?" for c in name)[:100]
-        return sorted((printable(entry.name), entry.stat(follow_symlinks=False).st_size) for entry in files)[:most]
-
     def close(self):
         """End every program and the zygote, remove the workspaces that are left. May be called twice."""
         with self.lock:
@@ -633,5 +583,4 @@ class Sandbox(AbstractContextManager):
 
     __exit__ = lambda self, *_: self.close()
 
-if __name__ == "__main__":
-    zygote(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+if __name__ == "__main__": zygote(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -3,19 +3,17 @@
 Part of the paper: its evaluation, with the statistics that its code gets wrong. Accuracy comes from the true answers
 alone; the coach's scores stand beside it. All intervals resample problems, not samples: the samples of one problem are
 not independent, and the paper's Fisher tests, which take them so, are too confident.
-
 What we leave out: significance tests, and evaluation during training beyond the start and the end of a run.
 
     python eval.py --run runs/arithmetic            # the base model against the run's last checkpoint
-    python eval.py --run runs/arithmetic --json     # the same, and one JSON object as the last line
-"""
+    python eval.py --run runs/arithmetic --json     # the same, and one JSON object as the last line"""
 import argparse, json, math, os, sys
 from collections import Counter
 
 import numpy as np
 
 import judge
-from agents import PIPELINES, InputError, Sandbox
+from agents import PIPELINES, InputError, Sandbox, require
 from model import load, read_json
 from rollout import Sampling, gather, make_jobs, record, run_episodes
 
@@ -23,23 +21,17 @@ from rollout import Sampling, gather, make_jobs, record, run_episodes
 
 def pass_at_k(samples, correct, k):
     """Unbiased estimate of P(at least one of k samples is right), from `correct` right ones among `samples`.
-
     1 - C(n-c, k) / C(n, k): the chance that k of the n drawn without replacement are not all wrong.
-
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 3, 2)
-    (0.25, 0.5, 0.0, 1.0)
-    """
+    (0.25, 0.5, 0.0, 1.0)"""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 def majority(answers, right):
     """Is the most frequent answer right? Votes are over the (normalised) answers, not over their correctness.
-
     answers: one per sample, None where there was none, which is no vote; right: the set of right answers among them.
     A tie counts in part.
-
     >>> majority(["3", "4", "4", None], {"4"}), majority(["3", "4"], {"4"}), majority([None, None], set())
-    (1.0, 0.5, 0.0)
-    """
+    (1.0, 0.5, 0.0)"""
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
     leaders = [answer for answer, count in votes.items() if count == most]
@@ -47,9 +39,7 @@ def majority(answers, right):
 
 def interval(per_problem, resamples=10_000):
     """95% bootstrap interval of the mean over problems; per_problem [P] holds one mean for each problem.
-
-    The same resamples are drawn at every call, so two intervals on the same problems can be compared.
-    """
+    The same resamples are drawn at every call, so two intervals on the same problems can be compared."""
     values = np.asarray(per_problem, dtype=float)
     picks = np.random.RandomState(0).randint(len(values), size=(resamples, len(values)))
     low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
@@ -58,8 +48,7 @@ def interval(per_problem, resamples=10_000):
 def by_problem(records):
     """problem id -> the records of its samples. Results carry their problem's id; their order means nothing."""
     groups = {}
-    for record in records:
-        groups.setdefault(record["problem"], []).append(record)
+    for record in records: groups.setdefault(record["problem"], []).append(record)
     return groups
 
 def problem_accuracies(records):
@@ -73,12 +62,10 @@ def summarise_agent(records, name):
     scores = [a["score"] for a in actions if a["score"] is not None]
     count = max(1, len(actions))
     return dict(
-        score=float(np.mean(scores)) if scores else None,
-        tokens=sum(a["tokens"] for a in actions) / count,
+        score=float(np.mean(scores)) if scores else None, tokens=sum(a["tokens"] for a in actions) / count,
         truncated=sum(a["truncated"] for a in actions) / count,
         tool_calls=sum(a["status"] != "" for a in actions) / count,
-        failures=sum(a["failure"] is not None for a in actions),
-    )
+        failures=sum(a["failure"] is not None for a in actions))
 
 def summarise(records, names):
     """The figures of one evaluation: accuracy (avg@k) with its interval, pass@k, majority vote, and every agent's."""
@@ -88,14 +75,10 @@ def summarise(records, names):
     for k in sorted({1, most}):
         passes[str(k)] = float(np.mean([pass_at_k(len(g), sum(r["correct"] for r in g), k) for g in groups.values()]))
     votes = [majority([r["answer"] for r in g], {r["answer"] for r in g if r["correct"]}) for g in groups.values()]
-    return dict(
-        accuracy=float(np.mean(accuracies)),
-        interval=interval(accuracies),
-        pass_at=passes,
-        majority=float(np.mean(votes)),
-        unfinished=sum(r["error"] != "" for r in records),
-        agents={name: summarise_agent(records, name) for name in names},
-    )
+    agents = {name: summarise_agent(records, name) for name in names}
+    unfinished = sum(r["error"] != "" for r in records)
+    return dict(accuracy=float(np.mean(accuracies)), interval=interval(accuracies), pass_at=passes,
+                majority=float(np.mean(votes)), unfinished=unfinished, agents=agents)
 
 def compare(base, trained):
     """Accuracy of trained minus base with a 95% interval, paired: both on the same problems, resampled together."""
@@ -106,9 +89,7 @@ def compare(base, trained):
 
 def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, how):
     """Run the pipeline `samples` times on each problem; returns the records of all episodes, on every rank.
-
-    Base and trained model are drawn with the same uniforms if `how.stream` is the same, which pairs them.
-    """
+    Base and trained model are drawn with the same uniforms if `how.stream` is the same, which pairs them."""
     episodes = make_jobs(problems, samples)
     run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how)
     return gather([record(e) for e in episodes])
@@ -125,10 +106,8 @@ def print_summary(title, summary):
 def latest_checkpoint(run):
     """The name of the last complete checkpoint in a run folder; nothing if there is none yet."""
     path = os.path.join(run, "latest")
-    if not os.path.exists(path):
-        return ""
-    with open(path, encoding="utf-8") as f:
-        return f.read().strip()
+    if not os.path.exists(path): return ""
+    with open(path, encoding="utf-8") as f: return f.read().strip()
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Evaluate a run: its base model against its last checkpoint.")
@@ -140,24 +119,20 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the figures as a JSON object on the last line")
     options = parser.parse_args(argv)
-    try:
-        figures = evaluate_run(options)
-    except InputError as error:
-        parser.error(str(error))
+    try: figures = evaluate_run(options)
+    except InputError as error: parser.error(str(error))
     print_summary("base", figures["base"])
     print_summary("trained", figures["trained"])
     low, high = figures["difference"]["interval"]
     print(f"difference: {100 * figures['difference']['accuracy']:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]")
-    if options.json:
-        print(json.dumps(figures))
+    if options.json: print(json.dumps(figures))
 
 def evaluate_run(options):
     """Both systems of a run on its held-out problems; returns the JSON object that --json prints."""
-    if options.problems < 1 or options.samples < 1 or not options.temperature >= 0:
-        raise InputError("--problems and --samples start at 1, --temperature at 0")
+    fine = options.problems > 0 and options.samples > 0 and 0 <= options.temperature < math.inf
+    require(fine, "--problems and --samples start at 1, --temperature at 0")
     config = read_json(options.run, "config.json", what="run folder")
-    if not latest_checkpoint(options.run):
-        raise InputError(f"{options.run} has no complete checkpoint yet")
+    require(latest_checkpoint(options.run), f"{options.run} has no complete checkpoint yet")
     base = config["model"] or os.path.join(options.run, "base")
     checkpoint = os.path.join(options.run, latest_checkpoint(options.run))
     pipeline = PIPELINES[config["pipeline"]]
@@ -176,5 +151,4 @@ def evaluate_run(options):
     difference = compare(records["base"], records["trained"])
     return dict(problems=len(problems), samples=options.samples, **figures, difference=difference)
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__": main()

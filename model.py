@@ -8,13 +8,10 @@ For MAPPA it provides the two sides of the importance ratio rho_t = pi_theta(y_t
     token_logprobs()  computes log pi_theta(y_t) for the same ids, with gradients
 
 Both go through `Transformer.logits`, so they cannot disagree about masking, temperature or precision.
-
 What we leave out: dropout, sliding windows, mixtures of experts, tensor parallelism, and every sampling trick
 (top-k, top-p, repetition penalties, forced tokens): the trainer scores the plain softmax, so the sampler must draw
 from the plain softmax too.
-
-Look at a model of your own:  python model.py FOLDER_OR_HUB_ID "The capital of France is"
-"""
+Let a model of yours go on:  python model.py FOLDER_OR_HUB_ID "The capital of France is"  (nothing is trained)"""
 import json, math, os, re, sys
 from dataclasses import dataclass
 
@@ -26,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from agents import InputError
+from agents import InputError, require
 
 # ---- Configuration: Hugging Face's config.json is the truth; these are the fields of it that the code below reads ----
 
@@ -47,34 +44,29 @@ class ModelConfig:
 
 def model_config(hf):
     """Translate the dict of a Hugging Face config.json into a ModelConfig.
-
     Raises InputError for an architecture or an option that this file does not implement: to ignore one would give a
-    model that runs and is subtly wrong.
-    """
+    model that runs and is subtly wrong."""
     kind = hf.get("model_type")
-    if kind not in ("qwen2", "qwen3", "llama"):
-        raise InputError(f"model type {kind!r} is not supported; known are qwen2, qwen3 and llama")
+    known = kind in ("qwen2", "qwen3", "llama")
+    require(known, f"model type {kind!r} is not supported; known are qwen2, qwen3 and llama")
     # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     unsupported = [name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if hf.get(name)]
     unsupported += ["rope scaling"] if rope.get("rope_type", rope.get("type", "default")) != "default" else []
     unsupported += [hf["hidden_act"]] if hf.get("hidden_act", "silu") != "silu" else []
-    if unsupported:
-        raise InputError(f"this {kind} model uses {', '.join(unsupported)}, which model.py does not implement")
+    require(not unsupported, f"this {kind} model uses {', '.join(unsupported)}, which model.py does not implement")
     heads = hf["num_attention_heads"]
     return ModelConfig(
         vocab_size=hf["vocab_size"], hidden_size=hf["hidden_size"], intermediate_size=hf["intermediate_size"],
         layers=hf["num_hidden_layers"], heads=heads, kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=hf.get("head_dim") or hf["hidden_size"] // heads, norm_eps=hf.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta") or hf.get("rope_theta", 10_000.0), tied=hf.get("tie_word_embeddings", False),
-        qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3",
-    )
+        qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3")
 
 # ---- The decoder. Attribute names are Hugging Face's, so that weights need no key map --------------------------------
 
 class RMSNorm(nn.Module):
     """y = w * x / sqrt(mean(x^2) + eps), computed in float32 whatever x is."""
-
     def __init__(self, size, eps):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -99,13 +91,10 @@ def rotate(x, cos, sin):
 
 class KVCache:
     """Keys and values of the tokens seen so far, one pair of tensors [B, slots, kv_heads, D] a layer.
-
     NOTE: a token's slot IS its position. Ragged prompts therefore need no left padding: each row fills its own slots
     0..length-1, what a padded prefill wrote beyond a row's length is overwritten when the row gets there, and a query
     at position p may look at exactly the slots <= p. A cache lives inside one call of sample(): none can survive an
-    update of the weights.
-    """
-
+    update of the weights."""
     def __init__(self, config, rows, slots, like):
         shape = (rows, slots, config.kv_heads, config.head_dim)
         self.k = [like.new_zeros(shape) for _ in range(config.layers)]
@@ -129,7 +118,6 @@ class KVCache:
 
 class Attention(nn.Module):
     """Grouped-query attention with three uses: training, prefill (fills an empty cache) and decoding (one token)."""
-
     def __init__(self, c):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
@@ -146,8 +134,7 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).view(B, T, self.kv_heads, self.head_dim))
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim)
         q, k = rotate(q, *angles), rotate(k, *angles)
-        if cache is not None:
-            cached_k, cached_v = cache.write(layer, positions, k, v)
+        if cache is not None: cached_k, cached_v = cache.write(layer, positions, k, v)
         if cache is not None and T == 1:
             out = self.decode(q, cached_k, cached_v, positions)
         else:
@@ -170,7 +157,6 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
-
     def __init__(self, c):
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
@@ -182,7 +168,6 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Pre-norm residual block: attention, then MLP."""
-
     def __init__(self, c):
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
@@ -196,7 +181,6 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """The decoder. Besides the weights it knows what sampling needs: `stop_ids` and `n_tokens` (tokenizer size)."""
-
     def __init__(self, hf, stop_ids, n_tokens):
         super().__init__()
         self.hf = hf  # the config.json it came with, saved again unchanged
@@ -226,10 +210,8 @@ class Transformer(nn.Module):
 
     def logits(self, hidden, temperature=1.0):
         """hidden [N, H] -> logits / temperature [N, V] in float32; ids that the tokenizer lacks get -inf.
-
         The one place where sampler and scorer get their distribution from. Padded vocabularies have rows that no text
-        maps to (Qwen: 151,936 rows, 151,669 tokens); one sampled by chance would be untrainable garbage.
-        """
+        maps to (Qwen: 151,936 rows, 151,669 tokens); one sampled by chance would be untrainable garbage."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         logits = F.linear(hidden, weight).float() / temperature
         if self.n_tokens < self.config.vocab_size:
@@ -247,13 +229,10 @@ class Completion:
 
 def draw(logits, uniforms):
     """Inverse-CDF sampling: the first id whose cumulated probability exceeds u. logits [B, V], uniforms [B].
-
     One uniform number decides one token, so the same number gives the same token in any batch.
-
     >>> probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2]]).repeat(4, 1)
     >>> draw(probabilities.log(), torch.tensor([0.0, 0.49, 0.51, 0.81], dtype=torch.float64)).tolist()
-    [1, 1, 3, 4]
-    """
+    [1, 1, 3, 4]"""
     # float64: over 150,000 ids a float32 running sum loses the tail
     cdf = logits.double().softmax(-1).cumsum(-1)
     target = uniforms[:, None] * cdf[:, -1:]
@@ -262,9 +241,7 @@ def draw(logits, uniforms):
 
 def prefill(model, contexts, cache, budget):
     """Run the contexts through the model, into the cache; returns the last real token's hidden state of each [B, H].
-
-    Rows are taken a few at a time, at most `budget` padded tokens, to bound the memory that activations take.
-    """
+    Rows are taken a few at a time, at most `budget` padded tokens, to bound the memory that activations take."""
     longest = max(map(len, contexts))
     step = max(1, budget // longest)
     last = []
@@ -281,24 +258,19 @@ def prefill(model, contexts, cache, budget):
 def right_pad(sequences, device):
     """Lists of ids -> ids and positions [B, longest]. The padding is id 0: nothing looks at it, see Attention."""
     ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
+    for row, sequence in enumerate(sequences): ids[row, : len(sequence)] = torch.tensor(sequence)
     ids = ids.to(device)
     return ids, torch.arange(ids.shape[1], device=device).expand_as(ids)
 
 @torch.no_grad()
 def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_budget=16_384):
     """Sample one completion for each context from softmax(logits / temperature).
-
     contexts: B lists of token ids, of any lengths, none empty.
     uniforms: [B, >= max_new_tokens] float64 in [0, 1), row b deciding the tokens of completion b (see draw).
     temperature: 0 means greedy (log-probabilities are then those of temperature 1).
-
     Returns B Completions in the order of the contexts. A row leaves the batch as soon as it draws a stop id. Neither
-    the order nor the company of a row changes its tokens.
-    """
-    if not contexts:
-        return []
+    the order nor the company of a row changes its tokens."""
+    if not contexts: return []
     device, scale = model.device, temperature or 1.0
     lengths = torch.tensor([len(c) for c in contexts], device=device)
     longest = int(lengths.max())
@@ -325,8 +297,7 @@ def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_b
             going = (~ended).nonzero()[:, 0]
             live, token = live[going], token[going]
             cache.keep(going)
-        if len(live) == 0 or t + 1 == max_new_tokens:
-            break
+        if len(live) == 0 or t + 1 == max_new_tokens: break
         cache.used = longest + t + 1
         hidden = model(token[:, None], (lengths[live] + t)[:, None], cache)[:, 0]
 
@@ -343,15 +314,11 @@ def score_chunk(model, hidden, targets, temperature):
 
 def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     """log pi(y_t | context, y_<t) of every completion token, at the temperature that they were sampled with.
-
     contexts, completions: B lists of ids, none empty. Returns two float32 tensors [N], N = all completion tokens,
     row after row: the log-probabilities (differentiable) and the entropies in nats (not).
-
     The logits are made `chunk` tokens at a time and made again in backward: [N, V] in float32 never exists (for
-    16,384 tokens of Qwen that would be 10 GB, and as much again for its gradient).
-    """
-    if not contexts:
-        return torch.zeros(0, device=model.device), torch.zeros(0, device=model.device)
+    16,384 tokens of Qwen that would be 10 GB, and as much again for its gradient)."""
+    if not contexts: return torch.zeros(0, device=model.device), torch.zeros(0, device=model.device)
     ids, positions = right_pad([x + y[:-1] for x, y in zip(contexts, completions)], model.device)
     hidden = model(ids, positions)  # [B, T, H]
     # y_t is predicted at the position before it: the context's last token predicts y_1
@@ -368,11 +335,9 @@ def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
 def read_json(folder, name, default=None, what="model folder"):
     """The content of a JSON file of a folder; `default`, if there is one, where the file is absent."""
     path = os.path.join(folder, name)
-    if default is not None and not os.path.exists(path):
-        return default
+    if default is not None and not os.path.exists(path): return default
     try:
-        with open(path, encoding="utf-8") as f:
-            return json.load(f)
+        with open(path, encoding="utf-8") as f: return json.load(f)
     except FileNotFoundError:
         raise InputError(f"{folder} is not a {what}: it has no {name}") from None
     except (OSError, ValueError) as error:
@@ -393,17 +358,13 @@ def read_weights(folder):
 
 def hf_name(name):
     """The name in a Hugging Face file of one of our parameters.
-
     >>> hf_name("layers.0.mlp.up_proj.weight"), hf_name("lm_head.weight")
-    ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')
-    """
+    ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')"""
     return name if name.startswith("lm_head") else "model." + name
 
 def load(path, device="cpu", dtype=torch.float32):
     """Load (model, tokenizer) from a Hugging Face folder, or from a hub id, which is downloaded.
-
-    Raises InputError when the folder, a file or a tensor is missing, left over or of the wrong shape.
-    """
+    Raises InputError when the folder, a file or a tensor is missing, left over or of the wrong shape."""
     from transformers import AutoTokenizer
 
     path = path if os.path.isdir(path) else download(path)
@@ -412,22 +373,19 @@ def load(path, device="cpu", dtype=torch.float32):
     tokenizer = AutoTokenizer.from_pretrained(path)
     eos = read_json(path, "generation_config.json", default={}).get("eos_token_id", hf.get("eos_token_id"))
     stop_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-    if not stop_ids:
-        raise InputError(f"{path} names no end-of-sequence token")
-    with torch.device("meta"):
-        model = Transformer(hf, stop_ids, len(tokenizer))
+    if not stop_ids: raise InputError(f"{path} names no end-of-sequence token")
+    with torch.device("meta"): model = Transformer(hf, stop_ids, len(tokenizer))
     weights = {k: v for k, v in read_weights(path).items() if not k.endswith("rotary_emb.inv_freq")}
-    if model.config.tied:
-        weights.pop("lm_head.weight", None)
+    if model.config.tied: weights.pop("lm_head.weight", None)
     state = {}
     for name, parameter in model.named_parameters():
         tensor = weights.pop(hf_name(name), None)
-        if tensor is None or tensor.shape != parameter.shape:
-            found = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
-            raise InputError(f"{path}: {hf_name(name)} is {found}, expected is shape {list(parameter.shape)}")
+        found = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
+        right = tensor is not None and tensor.shape == parameter.shape
+        require(right, f"{path}: {hf_name(name)} is {found}, expected is shape {list(parameter.shape)}")
         state[name] = tensor.to(device, dtype)
-    if weights:
-        raise InputError(f"{path} has {len(weights)} tensors that this architecture lacks, such as {min(weights)}")
+    left = f"{len(weights)} tensors that this architecture lacks, such as {min(weights, default='')}"
+    require(not weights, f"{path} has {left}")
     model.load_state_dict(state, assign=True)
     return model, tokenizer
 
@@ -467,11 +425,9 @@ TINY_CHAT = (
 
 def tiny_tokenizer(pieces):
     """A tokenizer whose tokens are the given pieces of text, longest match first; other text becomes <unk>.
-
     >>> tokenizer = tiny_tokenizer(["Tom", " has", " ", "1", "2", "print(", ")"])
     >>> tokenizer.convert_ids_to_tokens(tokenizer("Tom has 12 cows")["input_ids"])
-    ['Tom', ' has', ' ', '1', '2', ' ', '<unk>']
-    """
+    ['Tom', ' has', ' ', '1', '2', ' ', '<unk>']"""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -482,8 +438,7 @@ def tiny_tokenizer(pieces):
     words.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>", unk_token="<unk>",
-        additional_special_tokens=special[2:5],
-    )
+        additional_special_tokens=special[2:5])
     tokenizer.chat_template = TINY_CHAT
     return tokenizer
 
@@ -495,8 +450,7 @@ def tiny(pieces, seed=0, hidden_size=64, layers=3, heads=4, kv_heads=2):
         intermediate_size=3 * hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=hidden_size // heads, max_position_embeddings=1024, rms_norm_eps=1e-6,
         rope_theta=100.0, tie_word_embeddings=True, hidden_act="silu", attention_bias=False,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model = Transformer(hf, {tokenizer.eos_token_id}, len(tokenizer))
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

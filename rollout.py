@@ -4,11 +4,8 @@ Part of the paper: data collection. For each agent in turn: sample one reply for
 programs in the sandbox, hand the finished actions to the coach, which works in the background while the next agent
 generates. `Action` is the only thing that rollout, judge and train share: the record of what was sampled, under which
 ids, with which log-probabilities. Text is derived from it, for people, coaches and other agents.
-
 What we leave out: asynchronous training on old samples, and refilling the batch with new episodes as rows finish.
-
-Watch untrained agents at work:  python rollout.py
-"""
+Watch untrained agents at work:  python rollout.py"""
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -53,7 +50,6 @@ class Episode:
 @dataclass(frozen=True)
 class Sampling:
     """How to sample. The uniforms of an action are a function of (stream, problem, sample, agent, turn) and no more."""
-
     stream: tuple  # such as (run seed, step): other streams give other draws
     temperature: float = 1.0
     max_new_tokens: int = 32
@@ -62,10 +58,8 @@ class Sampling:
 
 def uniforms(stream, problem_id, sample_index, agent, turn, count):
     """One uniform number per token, in [0, 1), for one action.
-
     Neither the rank, nor the batch, nor the order of work enters, so no two actions share a stream and no change of
-    hardware changes a draw. numpy guarantees RandomState's streams for ever.
-    """
+    hardware changes a draw. numpy guarantees RandomState's streams for ever."""
     seed = digest(stream, problem_id, sample_index, agent, turn)
     return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).random_sample(count)
 
@@ -87,19 +81,15 @@ def gather(items):
 
 def make_jobs(problems, samples):
     """This process's share of all episodes of a step: new Episodes, dealt out in turn.
-
     >>> [(e.index, e.problem, e.sample) for e in make_jobs(["p", "q"], 2)]
-    [(0, 'p', 0), (1, 'p', 1), (2, 'q', 0), (3, 'q', 1)]
-    """
+    [(0, 'p', 0), (1, 'p', 1), (2, 'q', 0), (3, 'q', 1)]"""
     jobs = [Episode(i * samples + k, problem, k) for i, problem in enumerate(problems) for k in range(samples)]
     return jobs[rank() :: world()]
 
 def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how):
     """Run the pipeline on new episodes, in place; returns them.
-
     models: agent name -> Transformer; coach: function from Cases to verdicts; how: Sampling. When this returns, every
-    action has its verdict and no workspace is left.
-    """
+    action has its verdict and no workspace is left."""
     workspaces = {}
     programs = ThreadPoolExecutor(16)  # threads only wait: the sandbox runs one program per core
     background = ThreadPoolExecutor(1)
@@ -126,8 +116,7 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how):
     finally:
         programs.shutdown(cancel_futures=True)
         background.shutdown(cancel_futures=True)
-        for workspace in workspaces.values():
-            sandbox.remove_workspace(workspace)
+        for workspace in workspaces.values(): sandbox.remove_workspace(workspace)
     return episodes
 
 def next_context(pipeline, agent, episode, turn, tokenizer, how):
@@ -176,13 +165,11 @@ def record(episode):
     """An episode as a line of episodes.jsonl."""
     actions = []
     for a in episode.actions:
-        entry = dict(agent=a.agent, turn=a.turn, text=a.text, tokens=len(a.ids), truncated=a.truncated)
-        entry |= dict(observation=a.observation, status=a.status, score=None, reason=None, failure=None, opinion=None)
-        if isinstance(a.verdict, judge.Verdict):
-            entry |= dict(score=a.verdict.score, reason=a.verdict.reason, opinion=a.verdict.correct)
-        else:
-            entry["failure"] = f"{a.verdict.kind}: {a.verdict.detail}"
-        actions.append(entry)
+        v, judged = a.verdict, isinstance(a.verdict, judge.Verdict)
+        actions.append(dict(
+            agent=a.agent, turn=a.turn, text=a.text, tokens=len(a.ids), truncated=a.truncated, observation=a.observation,
+            status=a.status, score=v.score if judged else None, reason=v.reason if judged else None,
+            opinion=v.correct if judged else None, failure=None if judged else f"{v.kind}: {v.detail}"))
     e, problem = episode, episode.problem
     return dict(index=e.index, problem=problem.id, question=problem.question, truth=problem.answer, sample=e.sample,
                 answer=e.answer, correct=e.correct, error=e.error, actions=actions)
@@ -190,7 +177,6 @@ def record(episode):
 if __name__ == "__main__":
     import model
     from agents import ARITHMETIC, Sandbox
-
     network, tokenizer = model.tiny(ARITHMETIC.pieces)
     episodes = make_jobs(ARITHMETIC.problems("train")[:2], samples=1)
     with Sandbox() as sandbox:

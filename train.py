@@ -23,8 +23,7 @@ pipeline parallelism. Where the official code differs from the paper we follow t
 
     python train.py                                        # three tiny agents learn arithmetic on a laptop
     python train.py --reward outcome                       # the control: everyone is paid for the final answer only
-    torchrun --standalone --nproc_per_node=8 train.py      # the same run on eight processes
-"""
+    torchrun --standalone --nproc_per_node=8 train.py      # the same run on eight processes"""
 import argparse, contextlib, copy, inspect, json, math, os, random, re, shutil, signal, sys, threading, time, typing
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
@@ -35,9 +34,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-import judge
-import model
-from agents import PIPELINES, InputError, Pipeline, Sandbox, SandboxError, digest, extend, render
+import judge, model
+from agents import PIPELINES, InputError, Pipeline, Sandbox, SandboxError, digest, extend, render, require
 from eval import evaluate, latest_checkpoint, print_summary, summarise, summarise_agent
 from rollout import Sampling, gather, make_jobs, rank, record, run_episodes, world
 
@@ -87,14 +85,10 @@ class Config:
     device: typing.Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
     collective_timeout: float = 3600.0  # seconds until a process that waits for the others gives up
 
-PRESETS = {
-    "arithmetic": {},  # the defaults above
-    "mathchat": dict(  # the paper's numbers; 128 rollouts are 8 passes over 512 problems
-        pipeline="mathchat", steps=128, problems=32, samples=2, train_batch=16, lr=1e-6, adam_eps=1e-8,
-        max_new_tokens=4096, max_context_tokens=24_576, sandbox_timeout=30.0, micro_batch_tokens=16_384,
-        gradient_checkpointing=True, save_every=32, sample_rows=64, warm_steps=0,
-    ),
-}
+PRESETS = {"arithmetic": {}, "mathchat": dict(  # the defaults above; the paper's numbers (8 passes over 512 problems)
+    pipeline="mathchat", steps=128, problems=32, samples=2, train_batch=16, lr=1e-6, adam_eps=1e-8, max_new_tokens=4096,
+    max_context_tokens=24_576, sandbox_timeout=30.0, micro_batch_tokens=16_384, gradient_checkpointing=True,
+    save_every=32, sample_rows=64, warm_steps=0)}
 
 # what may change when a run goes on: none of these changes a number
 FREE_ON_RESUME = ("resume", "out", "preset", "save_every", "micro_batch_tokens", "gradient_checkpointing",
@@ -126,27 +120,23 @@ def read_config(argv):
     """The Config of a command line: the options given, over the preset's values (or the saved run's), over defaults."""
     given = vars(config_parser().parse_args(argv))
     preset = given.get("preset") or given.get("pipeline", "arithmetic")
-    if preset not in PRESETS:
-        raise InputError(f"there is no preset or pipeline {preset!r}; known are {', '.join(PRESETS)}")
+    require(preset in PRESETS, f"there is no preset or pipeline {preset!r}; known are {', '.join(PRESETS)}")
     config = Config(**{**PRESETS[preset], **given, "preset": preset})
-    if config.pipeline not in PIPELINES:
-        raise InputError(f"there is no pipeline {config.pipeline!r}; known are {', '.join(PIPELINES)}")
+    known = ", ".join(PIPELINES)
+    require(config.pipeline in PIPELINES, f"there is no pipeline {config.pipeline!r}; known are {known}")
     config.out = config.out or os.path.join("runs", config.pipeline)
-    if config.resume:
-        config = saved_config(config.out, given)
+    if config.resume: config = saved_config(config.out, given)
     check_config(config)
     return config
 
 def saved_config(out, given):
     """The config of the run in `out`, with the free options given now; any other one must be as it was."""
-    try:
-        saved = Config(**model.read_json(out, "config.json", what="run folder"))
-    except TypeError as error:
-        raise InputError(f"{out} was written by another version: {error}") from None
+    values = model.read_json(out, "config.json", what="run folder")
+    require(set(values) == {f.name for f in fields(Config)}, f"{out} was written by another version of train.py")
+    saved = Config(**values)
     for name, now in given.items():
-        was = getattr(saved, name)
-        if name not in FREE_ON_RESUME and now != was:
-            raise InputError(f"{out} was started with {option(name)} {was}, which cannot become {now} on --resume")
+        was, same = getattr(saved, name), name in FREE_ON_RESUME or now == getattr(saved, name)
+        require(same, f"{out} was started with {option(name)} {was}, which cannot become {now} on --resume")
         setattr(saved, name, now)
     return saved
 
@@ -154,21 +144,15 @@ def check_config(c):
     """Raise InputError for values that make no sense, before anything slow has started."""
     from_zero = ("seed", "beta", "clip", "weight_decay", "warm_steps", "eval_problems")
     shares = ("lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2")
-    for f in fields(c):
-        number = getattr(c, f.name)
-        if f.type not in (int, float):
-            continue
-        if f.name in shares and not 0 <= number <= 1:
-            raise InputError(f"{option(f.name)} is a share: it must lie in 0 to 1, not {number}")
-        if not 0 <= number < math.inf or (number == 0 and f.name not in from_zero + shares):
-            bound = "0 or more" if f.name in from_zero else "over 0"
-            raise InputError(f"{option(f.name)} must be {bound}, not {number}")
-    if not c.model and not PIPELINES[c.pipeline].pieces:
-        raise InputError(f"the {c.pipeline} pipeline needs a pretrained model: give --model FOLDER_OR_ID")
-    if PIPELINES[c.pipeline].problems is None:
-        raise InputError(f"the {c.pipeline} pipeline cannot be trained yet: it needs problem files and an API coach")
-    if c.advantage != "reinforce++" and c.samples < 2:
-        raise InputError(f"--advantage {c.advantage} compares samples of a problem: give --samples 2 or more")
+    for name, number in [(f.name, getattr(c, f.name)) for f in fields(c) if f.type in (int, float)]:
+        if name in shares: bound, holds = "in 0 to 1", 0 <= number <= 1
+        elif name in from_zero: bound, holds = "0 or more", 0 <= number < math.inf
+        else: bound, holds = "over 0", 0 < number < math.inf
+        require(holds, f"{option(name)} must be {bound}, not {number}")
+    pipeline, several = PIPELINES[c.pipeline], c.samples > 1 or c.advantage == "reinforce++"
+    require(c.model or pipeline.pieces, f"the {c.pipeline} pipeline needs a pretrained model: give --model FOLDER_OR_ID")
+    require(pipeline.problems, f"the {c.pipeline} pipeline cannot be trained yet: it lacks problem files and an API coach")
+    require(several, f"--advantage {c.advantage} compares samples of a problem: give --samples 2 or more")
 
 # ---- Processes. Every process calls the same collectives in the same order, whatever its data ------------------------
 
@@ -176,12 +160,9 @@ def start_processes(config):
     """Join the processes that torchrun started, if it did; returns this process's device."""
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_RANK", 0))
-    if config.device == "cuda" and not gpus:
-        raise InputError("--device cuda was asked for, but there is no usable GPU")
-    if gpus and local >= gpus:
-        raise InputError(f"process {local} of this machine has no GPU of its own: there are {gpus}")
-    if gpus:
-        torch.cuda.set_device(local)
+    require(gpus or config.device != "cuda", "--device cuda was asked for, but there is no usable GPU")
+    require(not gpus or local < gpus, f"process {local} of this machine has no GPU of its own: there are {gpus}")
+    if gpus: torch.cuda.set_device(local)
     if "WORLD_SIZE" in os.environ:
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"  # numbers and objects are exchanged from the CPU
         dist.init_process_group(backend, timeout=timedelta(seconds=config.collective_timeout))
@@ -189,20 +170,17 @@ def start_processes(config):
 
 def own_cores():
     """This process's share of the machine's cores for the agents' programs; None, which means all, without torchrun."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
+    if not hasattr(os, "sched_getaffinity"): return None
     local, processes = (int(os.environ.get(name, i)) for i, name in enumerate(("LOCAL_RANK", "LOCAL_WORLD_SIZE")))
     return sorted(os.sched_getaffinity(0))[local::processes]
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
     """Sum (or another reduction) of a tensor over all processes, in place; returns it."""
-    if world() > 1:
-        dist.all_reduce(tensor, op)
+    if world() > 1: dist.all_reduce(tensor, op)
     return tensor
 
 def barrier():
-    if world() > 1:
-        dist.barrier()
+    if world() > 1: dist.barrier()
 
 # torch 2.13 renamed these two
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -213,7 +191,6 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 @dataclass
 class Sample:
     """One action, as the update sees it. T = number of its tokens."""
-
     action: object  # rollout.Action
     group: tuple  # (problem id, agent, turn): what GRPO compares
     batch: int  # which of the rollout's optimizer steps it belongs to
@@ -225,13 +202,9 @@ class Sample:
 
 def reward_of(action, correct, kind):
     """R in [0, 1] of one action, or None if its verdict failed. The one place where the coach's 0-10 is scaled.
-
-    process: c / 10; outcome: 1 if the episode's final answer is right, else 0; mixed: the mean of the two.
-    """
-    if kind == "outcome":
-        return float(correct)
-    if isinstance(action.verdict, judge.Failure):
-        return None
+    process: c / 10; outcome: 1 if the episode's final answer is right, else 0; mixed: the mean of the two."""
+    if kind == "outcome": return float(correct)
+    if isinstance(action.verdict, judge.Failure): return None
     score = action.verdict.score / 10
     assert 0 <= score <= 1, f"a coach gave {action.verdict.score}"  # NaN fails this too
     return score if kind == "process" else (score + float(correct)) / 2
@@ -239,30 +212,25 @@ def reward_of(action, correct, kind):
 def make_samples(episodes, config):
     """A Sample for every action of this process's episodes."""
     samples = []
-    for e in episodes:
-        for a in e.actions:
-            reward = reward_of(a, e.correct, config.reward)
-            kept = reward is not None and not (a.truncated and config.mask_truncated)
-            group, batch = (e.problem.id, a.agent, a.turn), e.index // config.train_batch
-            samples.append(Sample(a, group, batch, reward or 0.0, float(kept)))
+    for e, a in [(e, a) for e in episodes for a in e.actions]:
+        reward = reward_of(a, e.correct, config.reward)
+        kept = reward is not None and not (a.truncated and config.mask_truncated)
+        group, batch = (e.problem.id, a.agent, a.turn), e.index // config.train_batch
+        samples.append(Sample(a, group, batch, reward or 0.0, float(kept)))
     return samples
 
 def returns_to_go(kl, reward, beta):
     """G_t = sum_{u >= t} (-beta kl_u) + reward, for kl [T].
-
     >>> returns_to_go(torch.tensor([1.0, -2.0, 3.0]), 0.5, beta=0.1)
-    tensor([0.3000, 0.4000, 0.2000])
-    """
+    tensor([0.3000, 0.4000, 0.2000])"""
     r = -beta * kl
     r[-1] += reward
     return r.flip(0).cumsum(0).flip(0)
 
 def whiten(values):
     """(values - mean) / std over all tokens of all processes' tensors; zeros if they hardly differ.
-
     values: list of [T] tensors, possibly empty. NOTE: a spread below 1e-4 (rewards lie in [0, 1]) is float noise:
-    dividing by it would make large advantages out of nothing.
-    """
+    dividing by it would make large advantages out of nothing."""
     flat = torch.cat([*values, torch.zeros(0)]).double()
     count, total = all_reduce(torch.tensor([len(flat), flat.sum()], dtype=torch.float64)).tolist()
     mean = total / max(count, 1)
@@ -272,9 +240,7 @@ def whiten(values):
 
 def compare_in_groups(samples, kind):
     """The samples' rewards, each compared with its group's, over all processes.
-
-    grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group hardly differs or has one member.
-    """
+    grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group hardly differs or has one member."""
     groups = {}
     for group, reward in gather([(s.group, s.reward) for s in samples]):
         groups.setdefault(group, []).append(reward)
@@ -289,26 +255,21 @@ def compare_in_groups(samples, kind):
 
 def set_advantages(samples, config):
     """Fill in the advantages of one agent's samples (this process's share of them).
-
     reinforce++: returns-to-go, whitened once, over all tokens, over all processes, never across agents.
     grpo, rloo: the score is compared within its group; the KL penalty is added as it is. Mind that MAPPA's later agents
-    see different inputs in every sample of a group, which is why the paper prefers reinforce++.
-    """
+    see different inputs in every sample of a group, which is why the paper prefers reinforce++."""
     used = [s for s in samples if s.weight]
     plain = config.advantage == "reinforce++"
     rewards = [s.reward for s in used] if plain else compare_in_groups(used, config.advantage)
     returns = [returns_to_go(s.kl, reward, config.beta) for s, reward in zip(used, rewards)]
-    for s, advantage in zip(used, whiten(returns) if plain else returns):
-        s.advantage = advantage
+    for s, advantage in zip(used, whiten(returns) if plain else returns): s.advantage = advantage
 
 # ---- Loss ------------------------------------------------------------------------------------------------------------
 
 def policy_loss(logprobs, old, advantages, weights, clip):
     """Sum over tokens of weight * -min(rho A, clip(rho, 1 - clip, 1 + clip) A). All arguments [N] but the last.
-
     With weights 1 / (actions * tokens of the action) over ALL actions of an optimizer step, on all processes, this is
-    the mean over actions of the mean over tokens, however the actions are split. Returns (loss, rho [N] detached).
-    """
+    the mean over actions of the mean over tokens, however the actions are split. Returns (loss, rho [N] detached)."""
     ratio = (logprobs - old).exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     # where, not a product alone: 0 * nan is nan
@@ -316,9 +277,7 @@ def policy_loss(logprobs, old, advantages, weights, clip):
 
 def pack(samples, budget):
     """Split samples into micro-batches of at most `budget` padded tokens, alike lengths together.
-
-    A sample that is longer than the budget gets a micro-batch of its own.
-    """
+    A sample that is longer than the budget gets a micro-batch of its own."""
     batches, longest = [], 0
     for s in sorted(samples, key=lambda s: -len(s.action.context_ids) - len(s.action.ids)):
         if not batches or (len(batches[-1]) + 1) * longest > budget:
@@ -344,13 +303,9 @@ def set_kl(samples, reference, config):
 
 class ShardedAdamW:
     """AdamW for one agent's network. With N processes, each holds and updates 1/N of the float32 master weights:
-
         gradient sums --reduce-scatter--> my shard's gradient --AdamW--> my shard --all-gather--> everybody's weights
-
     All weights lie in one flat buffer of the network's own dtype, of which its parameters become views. NOTE: backward
-    contains no collective, each optimizer step exactly three: processes may have any number of micro-batches, or none.
-    """
-
+    contains no collective, each optimizer step exactly three: processes may have any number of micro-batches, or none."""
     def __init__(self, network, config):
         parameters = list(network.parameters())
         self.config, self.gradient, self.updates = config, None, 0
@@ -364,8 +319,7 @@ class ShardedAdamW:
             p.data = self.flat[place].view_as(p)
             p.register_post_accumulate_grad_hook(lambda p, place=place: self.take(p, place))
             start += p.numel()
-        if world() > 1:
-            dist.broadcast(self.flat, 0)
+        if world() > 1: dist.broadcast(self.flat, 0)
         self.master = self.flat[rank() * self.shard_size :][: self.shard_size].float().clone()
         self.mean, self.square = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.shard = {"master": self.master, "mean": self.mean, "square": self.square}
@@ -380,11 +334,8 @@ class ShardedAdamW:
 
     def step(self, lr):
         """One AdamW step with the summed gradients; returns their global norm before clipping.
-
         m = b1 m + (1-b1) g,  v = b2 v + (1-b2) g^2,  w = w - lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w)
-
-        Raises RunError, on every process, if a gradient is not finite; the weights are then untouched.
-        """
+        Raises RunError, on every process, if a gradient is not finite; the weights are then untouched."""
         c, g = self.config, self.gradient
         if world() > 1:
             g = torch.empty_like(self.master)
@@ -406,10 +357,8 @@ class ShardedAdamW:
     def publish(self):
         """Write the master weights, rounded to the network's dtype, into every process's network."""
         shard = self.master.to(self.flat.dtype)
-        if world() > 1:
-            all_gather(self.flat, shard)
-        else:
-            self.flat.copy_(shard)
+        if world() > 1: all_gather(self.flat, shard)
+        else: self.flat.copy_(shard)
 
     def save(self, path):
         """Write this process's shard to PATH-RANK-of-WORLD.safetensors."""
@@ -430,14 +379,11 @@ class ShardedAdamW:
 
 def learning_rate(update, updates, config):
     """lr of optimizer step `update` = 0.. of `updates`: linear warm-up, then a cosine down to lr * lr_final, clamped.
-
     >>> c = Config(lr=1.0, lr_warmup=0.2, lr_final=0.1)
     >>> [round(learning_rate(u, 10, c), 3) for u in (0, 1, 2, 6, 10, 15)]
-    [0.5, 1.0, 1.0, 0.55, 0.1, 0.1]
-    """
+    [0.5, 1.0, 1.0, 0.55, 0.1, 0.1]"""
     warmup = round(config.lr_warmup * updates)
-    if update < warmup:
-        return config.lr * (update + 1) / warmup
+    if update < warmup: return config.lr * (update + 1) / warmup
     progress = min(1.0, (update - warmup) / max(1, updates - warmup))  # clamped: an unclamped cosine climbs again
     return config.lr * (config.lr_final + (1 - config.lr_final) * (1 + math.cos(math.pi * progress)) / 2)
 
@@ -446,24 +392,20 @@ def learning_rate(update, updates, config):
 @dataclass
 class Policy:
     """One set of weights and the agents that use it: one agent, or all of them with --share-weights."""
-
     agents: tuple  # of names
     network: model.Transformer
     optimizer: ShardedAdamW
 
 def update(policy, reference, samples, step, config):
     """All optimizer steps of a policy for rollout `step` = 0..; returns agent -> metrics.
-
-    samples: this process's Samples of the policy's agents. Every process must call this, also without samples.
-    """
+    samples: this process's Samples of the policy's agents. Every process must call this, also without samples."""
     set_kl(samples, reference, config)
     for name in policy.agents:
         set_advantages([s for s in samples if s.action.agent == name], config)
     batches = -(-config.problems * config.samples // config.train_batch)
     # one denominator: the actions of each optimizer step, on all processes, known before any backward pass
     actions = torch.zeros(batches)
-    for s in samples:
-        actions[s.batch] += s.weight
+    for s in samples: actions[s.batch] += s.weight
     norms, lr = [], 0.0
     for batch, count in enumerate(all_reduce(actions).tolist()):
         lr = learning_rate(step * batches + batch, config.steps * batches, config)
@@ -491,10 +433,8 @@ def accumulate(policy, samples, actions, config):
 
 def agent_metrics(rows):
     """One agent's metrics, from (batch, tokens, sum of kl, seen) of its actions on all processes.
-
     mismatch: the largest |log pi_theta - log pi_old| in the first optimizer step. No weight has moved by then, so it
-    shows how far sampler and scorer disagree: float noise, or a fault.
-    """
+    shows how far sampler and scorer disagree: float noise, or a fault."""
     tokens = max(1, sum(n for _, n, _, _ in rows))
     trained = [(batch, n, seen) for batch, n, _, seen in rows if seen]
     n_trained = max(1, sum(n for _, n, _ in trained))
@@ -503,8 +443,7 @@ def agent_metrics(rows):
         entropy=sum(seen["entropy"] for _, _, seen in trained) / n_trained,
         ratio_max=max((seen["ratio"] for _, _, seen in trained), default=1.0),
         clip_fraction=sum(seen["clipped"] for _, _, seen in trained) / n_trained,
-        mismatch=max((seen["off"] for batch, _, seen in trained if batch == 0), default=0.0),
-    )
+        mismatch=max((seen["off"] for batch, _, seen in trained if batch == 0), default=0.0))
 
 # ---- Checkpoints: written beside, then renamed; `latest` last --------------------------------------------------------
 
@@ -519,7 +458,7 @@ def write_atomically(path, text):
 def publish_folder(partial, final):
     """Give a complete folder its name, after its content has reached the disk."""
     for folder, _, names in os.walk(partial, topdown=False):
-        for path in [*(os.path.join(folder, name) for name in names), folder]:
+        for path in [os.path.join(folder, name) for name in (*names, "")]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
@@ -529,10 +468,9 @@ def publish_folder(partial, final):
 def save_checkpoint(out, step, policies, tokenizer):
     """Write OUT/step_NNNNNN: each agent's Hugging Face folder, and the optimizers' shards. All processes call it."""
     name = f"step_{step:06d}"
-    if latest_checkpoint(out) == name:
-        return  # replacing it would leave a moment without any
-    final, partial = os.path.join(out, name), os.path.join(out, name + ".partial")
-    shards = os.path.join(partial, "optimizer")
+    if latest_checkpoint(out) == name: return  # replacing it would leave a moment without any
+    final = os.path.join(out, name)
+    partial, shards = final + ".partial", os.path.join(final + ".partial", "optimizer")
     if rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         os.makedirs(shards)
@@ -547,15 +485,14 @@ def save_checkpoint(out, step, policies, tokenizer):
         publish_folder(partial, final)
         write_atomically(os.path.join(out, "latest"), name + "\n")
         for old in os.listdir(out):  # the shards of one checkpoint are enough to go on from
-            if old.startswith("step_") and old != name:
-                shutil.rmtree(os.path.join(out, old, "optimizer"), ignore_errors=True)
+            if old != name: shutil.rmtree(os.path.join(out, old, "optimizer"), ignore_errors=True)
     barrier()
 
 def load_checkpoint(out, policies):
     """Bring the policies to the state of the last complete checkpoint; returns its step, 0 if there is none yet."""
-    if not latest_checkpoint(out):
-        return 0
-    folder = os.path.join(out, latest_checkpoint(out))
+    name = latest_checkpoint(out)
+    if not name: return 0
+    folder = os.path.join(out, name)
     try:
         state = model.read_json(folder, "state.json", what="checkpoint")
         for policy in policies:
@@ -570,8 +507,7 @@ def cut_log(path, steps):
         with open(path, encoding="utf-8") as old, open(path + ".partial", "w", encoding="utf-8") as new:
             for line in old:
                 with contextlib.suppress(ValueError):  # a line that a crash cut off
-                    if json.loads(line)["step"] <= steps:
-                        new.write(line)
+                    if json.loads(line)["step"] <= steps: new.write(line)
         os.replace(path + ".partial", path)
 
 # ---- The embedded model's start: supervised learning on demonstrations of which half are wrong -----------------------
@@ -621,7 +557,6 @@ def embedded_model(config):
 @dataclass
 class Run:
     """What all steps of a run share."""
-
     config: Config
     pipeline: Pipeline
     problems: list  # to train on
@@ -633,15 +568,13 @@ class Run:
 def open_run(config):
     """Claim the run folder and write config.json into it, unless the run goes on."""
     path = os.path.join(config.out, "config.json")
-    if config.resume:
-        return
-    if os.path.exists(path):
-        raise InputError(f"{config.out} holds another run: give another --out, or --resume to go on with it")
+    if config.resume: return
+    free = not os.path.exists(path)
+    require(free, f"{config.out} holds another run: give another --out, or --resume to go on with it")
     barrier()  # every process has looked before one writes
     try:
         os.makedirs(config.out, exist_ok=True)
-        if rank() == 0:
-            write_atomically(path, json.dumps(asdict(config), indent=1))
+        if rank() == 0: write_atomically(path, json.dumps(asdict(config), indent=1))
     except OSError as error:
         raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
 
@@ -658,20 +591,15 @@ def make_policies(start, pipeline, config):
 def stop_on_signals():
     """An Event that Ctrl-C, or torchrun's SIGTERM, sets; a second Ctrl-C ends the process where it stands."""
     asked = threading.Event()
-
     def ask(number, frame):
         asked.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
+    for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, ask)
     return asked
 
 def problems_of_step(problems, step, count, seed):
     """The problems of step 0..: passes over the training problems, each in an order that depends on (seed, pass) alone.
-
-    Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left to later passes.
-    """
+    Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left to later passes."""
     steps = len(problems) // count
     order = list(range(len(problems)))
     random.Random(digest("order", seed, step // steps)).shuffle(order)
@@ -690,22 +618,18 @@ def train(config):
             open_run(config)
             start = model.load(embedded_model(config), device, dtype)
         reference, tokenizer = start
-        policies = make_policies(reference, pipeline, config)
-        problems = pipeline.problems("train")
+        policies, problems = make_policies(reference, pipeline, config), pipeline.problems("train")
+        require(config.problems <= len(problems), f"--problems {config.problems} is more than the {len(problems)} there are")
         run = Run(config, pipeline, problems, tokenizer, reference.requires_grad_(False), policies, sandbox)
         done = load_checkpoint(config.out, policies) if config.resume else 0
         if rank() == 0:
-            cut_log(os.path.join(config.out, "metrics.jsonl"), done)
-            cut_log(os.path.join(config.out, "episodes.jsonl"), done)
+            for name in ("metrics.jsonl", "episodes.jsonl"): cut_log(os.path.join(config.out, name), done)
             size = sum(p.numel() for p in reference.parameters())
             print(f"{len(policies)} x {size:,} weights, {world()} x {device.type}, run folder {config.out}")
-        names = [agent.name for agent in pipeline.agents]
-        before = held_out_figures(run, dict.fromkeys(names, reference), "before")
-        if not steps_until_stop(run, done):
-            return 130
+        before = held_out_figures(run, dict.fromkeys(networks(policies), reference), "before")
+        if not steps_until_stop(run, done): return 130
         after = held_out_figures(run, networks(policies), "after")
-    if rank() == 0:
-        report(before, after, config)
+    if rank() == 0: report(before, after, config)
     return 0
 
 def steps_until_stop(run, done):
@@ -766,21 +690,16 @@ def sampling(config, stream):
     return Sampling(stream, config.temperature, *limits, config.sample_rows)
 
 def append_lines(path, objects):
-    with open(path, "a", encoding="utf-8") as f:
-        f.writelines(json.dumps(o) + "\n" for o in objects)
+    with open(path, "a", encoding="utf-8") as f: f.writelines(json.dumps(o) + "\n" for o in objects)
 
 def held_out_figures(run, models, when):
     """eval.py's figures of these networks on held-out problems; None with --eval-problems 0."""
-    config = run.config
-    if not config.eval_problems:
-        return None
-    problems = run.pipeline.problems("held-out")[: config.eval_problems]
-    how = sampling(config, ("eval", config.seed))
-    arguments = models, run.tokenizer, problems, config.eval_samples, judge.rules, run.sandbox, how
-    records = evaluate(run.pipeline, *arguments)
-    figures = summarise(records, list(models))
-    if rank() == 0:
-        print(f"held-out accuracy {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
+    c = run.config
+    if not c.eval_problems: return None
+    problems, how = run.pipeline.problems("held-out")[: c.eval_problems], sampling(c, ("eval", c.seed))
+    arguments = models, run.tokenizer, problems, c.eval_samples, judge.rules, run.sandbox, how
+    figures = summarise(evaluate(run.pipeline, *arguments), list(models))
+    if rank() == 0: print(f"held-out accuracy {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
     return figures
 
 def report(before, after, config):
@@ -794,23 +713,16 @@ def report(before, after, config):
 
 def complain(message, code):
     """Say one line on stderr, from one process; returns the exit code."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"train.py: {message}", file=sys.stderr)
+    if int(os.environ.get("RANK", 0)) == 0: print(f"train.py: {message}", file=sys.stderr)
     return code
 
 def main(argv=None):
     """The command. Returns its exit code: 0 done, 1 the run cannot go on, 2 bad input, 130 interrupted."""
-    try:
-        code = train(read_config(argv))
-    except InputError as error:
-        code = complain(error, 2)
-    except (RunError, SandboxError) as error:
-        code = complain(error, 1)
-    except KeyboardInterrupt:
-        code = complain("interrupted", 130)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    try: code = train(read_config(argv))
+    except InputError as error: code = complain(error, 2)
+    except (RunError, SandboxError) as error: code = complain(error, 1)
+    except KeyboardInterrupt: code = complain("interrupted", 130)
+    if dist.is_initialized(): dist.destroy_process_group()
     return code
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__": sys.exit(main())

@@ -299,7 +299,7 @@ def test_the_order_of_problems_is_a_function_of_seed_and_step():
         (["--steps", "0"], "--steps must be over 0, not 0"),
         (["--lr", "nan"], "--lr must be over 0"),
         (["--beta", "-1"], "--beta must be 0 or more"),
-        (["--max-failures", "3"], "--max-failures is a share"),
+        (["--max-failures", "3"], "--max-failures must be in 0 to 1"),
         (["--advantage", "grpo", "--samples", "1"], "compares samples"),
         (["--pipeline", "mathchat"], "needs a pretrained model"),
         (["--resume", "--out", "no/such/run"], "is not a run folder"),
