@@ -29,7 +29,6 @@ def digest(*parts):
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 # ---- Problems, agents, pipelines -------------------------------------------------------------------------------------
-
 @dataclass(frozen=True)
 class Problem:
     id: str  # unique within a file or a generator; part of the seed of every action
@@ -89,7 +88,6 @@ def handed_on(pipeline, problem, actions):
     return values
 
 # ---- From text to token ids ------------------------------------------------------------------------------------------
-
 def defuse(text, tokenizer):
     """Break up what would become a special token, so that an agent cannot end another one's prompt by writing one."""
     for token in tokenizer.all_special_tokens:
@@ -120,7 +118,6 @@ def extend(tokenizer, context_ids, ids, observation):
     return context_ids + ids + (rest[1:] if rest[0] == ids[-1] else rest)
 
 # ---- MathChat: competition mathematics with a real model -------------------------------------------------------------
-
 MATH_TEAM = (
     "You are one of three agents who solve a competition problem together, one after another: the Problem Solver works "
     "out the mathematics, the Code Executor checks it with a Python program, and the Verifier states the final answer. "
@@ -144,7 +141,6 @@ MATHCHAT = Pipeline("mathchat", show=show_math, agents=(
 ))
 
 # ---- Arithmetic: the miniature twin. Each agent sees what the one before it hands on, so that a fault has one cause --
-
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Lea", "Sam", "Mia")
 THINGS = ("apples", "books", "coins", "cards", "pens", "eggs", "keys", "shells")
 STORIES = (  # story, right expression
@@ -238,7 +234,6 @@ def show_prompts(name):
         print(f"--- {agent.name}, up to {agent.max_actions} actions\n{agent.role}\n{agent.prompt}")
 
 # ---- The sandbox -----------------------------------------------------------------------------------------------------
-#
 # Runs programs of a language model and believes nothing they leave behind. Four processes, each trusting only those
 # before it: host -> zygote -> supervisor -> program. The host (the trainer) never forks or unpickles. The zygote,
 # this file as a script in an empty environment (keep it light: no torch), imports once what programs need and forks

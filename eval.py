@@ -11,14 +11,12 @@ import argparse, json, math, os, sys
 from collections import Counter
 
 import numpy as np
-
 import judge
 from agents import PIPELINES, InputError, Sandbox, require
 from model import load, read_json
 from rollout import Sampling, gather, make_jobs, record, run_episodes
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
-
 def pass_at_k(samples, correct, k):
     """Unbiased estimate of P(at least one of k samples is right), from `correct` right ones among `samples`.
     1 - C(n-c, k) / C(n, k): the chance that k of the n drawn without replacement are not all wrong.
@@ -86,12 +84,10 @@ def compare(base, trained):
     return dict(accuracy=float(differences.mean()), interval=interval(differences))
 
 # ---- Running ---------------------------------------------------------------------------------------------------------
-
 def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, how):
     """Run the pipeline `samples` times on each problem; returns the records of all episodes, on every rank.
     Base and trained model are drawn with the same uniforms if `how.stream` is the same, which pairs them."""
-    episodes = make_jobs(problems, samples)
-    run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how)
+    episodes = run_episodes(pipeline, models, tokenizer, make_jobs(problems, samples), coach, sandbox, how)
     return gather([record(e) for e in episodes])
 
 def print_summary(title, summary):
@@ -121,16 +117,15 @@ def main(argv=None):
     options = parser.parse_args(argv)
     try: figures = evaluate_run(options)
     except InputError as error: parser.error(str(error))
-    print_summary("base", figures["base"])
-    print_summary("trained", figures["trained"])
+    for title in ("base", "trained"): print_summary(title, figures[title])
     low, high = figures["difference"]["interval"]
     print(f"difference: {100 * figures['difference']['accuracy']:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]")
     if options.json: print(json.dumps(figures))
 
 def evaluate_run(options):
     """Both systems of a run on its held-out problems; returns the JSON object that --json prints."""
-    fine = options.problems > 0 and options.samples > 0 and 0 <= options.temperature < math.inf
-    require(fine, "--problems and --samples start at 1, --temperature at 0")
+    possible = options.problems > 0 and options.samples > 0 and 0 <= options.temperature < math.inf
+    require(possible, "--problems and --samples start at 1, --temperature at 0")
     config = read_json(options.run, "config.json", what="run folder")
     require(latest_checkpoint(options.run), f"{options.run} has no complete checkpoint yet")
     base = config["model"] or os.path.join(options.run, "base")
@@ -138,8 +133,8 @@ def evaluate_run(options):
     pipeline = PIPELINES[config["pipeline"]]
     problems = pipeline.problems("held-out")[: options.problems]
     names = [agent.name for agent in pipeline.agents]
-    stream = ("eval", options.seed)
-    how = Sampling(stream, options.temperature, config["max_new_tokens"], config["max_context_tokens"])
+    limits = config["max_new_tokens"], config["max_context_tokens"]
+    how = Sampling(("eval", options.seed), options.temperature, *limits)
     records = {}
     with Sandbox(config["sandbox"], timeout=config["sandbox_timeout"]) as sandbox:
         for title, folders in (("base", [base] * len(names)), ("trained", [f"{checkpoint}/{name}" for name in names])):

@@ -13,7 +13,6 @@ from fractions import Fraction
 from agents import Agent, Problem, after_thinking, extract_program, value
 
 # ---- What goes in and what comes out ---------------------------------------------------------------------------------
-
 @dataclass(frozen=True)
 class Case:
     """One action, as the coach is shown it."""
@@ -37,7 +36,6 @@ class Failure:
     detail: str
 
 # ---- Grading against the truth ---------------------------------------------------------------------------------------
-
 def boxed(text):
     r"""The content of the last complete \boxed{...} behind the thinking part, or None.
     >>> boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}}"), boxed(r"<think>\boxed{7}"), boxed(r"\boxed{3")
@@ -85,16 +83,12 @@ def grade_math(reply, truth):
     return final_answer(reply) == normalised(str(truth))
 
 # ---- The offline coach of the arithmetic pipeline --------------------------------------------------------------------
-
-def numbers_in(text):
-    return sorted(re.findall(r"\d+", text))
-
 def score_solver(case):
     """The plan against a right one: value and numbers, whatever their order."""
     plan, right = case.reply, case.problem.expression
+    used, given = (sorted(re.findall(r"\d+", text)) for text in (plan, right))
     if value(plan) is None: return Verdict(0, "this is not an expression")
-    if numbers_in(plan) != numbers_in(right):
-        return Verdict(2, "the plan uses other numbers than the story")
+    if used != given: return Verdict(2, "the plan uses other numbers than the story")
     if value(plan) != value(right): return Verdict(4, "the numbers are right, an operator is wrong")
     return Verdict(10, "the plan is right")
 
@@ -122,8 +116,7 @@ def rules(cases):
     Raises ValueError for an agent that it has no rules for."""
     scorers = {"Solver": score_solver, "Coder": score_coder, "Verifier": score_verifier}
     unknown = [case.agent.name for case in cases if case.agent.name not in scorers or not case.problem.expression]
-    if unknown:
-        raise ValueError(f"the rules coach knows the arithmetic pipeline only, not this {unknown[0]}")
+    if unknown: raise ValueError(f"the rules coach knows the arithmetic pipeline only, not this {unknown[0]}")
     return [scorers[case.agent.name](case) for case in cases]
 
 if __name__ == "__main__":

@@ -22,11 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
 from agents import InputError, require
 
 # ---- Configuration: Hugging Face's config.json is the truth; these are the fields of it that the code below reads ----
-
 @dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int  # rows of the embedding; may exceed the tokenizer's size (padded vocabularies)
@@ -64,7 +62,6 @@ def model_config(hf):
         qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3")
 
 # ---- The decoder. Attribute names are Hugging Face's, so that weights need no key map --------------------------------
-
 class RMSNorm(nn.Module):
     """y = w * x / sqrt(mean(x^2) + eps), computed in float32 whatever x is."""
     def __init__(self, size, eps):
@@ -105,8 +102,7 @@ class KVCache:
     def keep(self, rows):
         """Drop all rows but these (index tensor), one layer at a time to bound the extra memory."""
         for layer in range(len(self.k)):
-            self.k[layer] = self.k[layer][rows]
-            self.v[layer] = self.v[layer][rows]
+            self.k[layer], self.v[layer] = self.k[layer][rows], self.v[layer][rows]
 
     def write(self, layer, positions, k, v):
         """Store k and v [B, T, kv_heads, D] at positions [B, T]; returns all used slots of these B rows."""
@@ -220,7 +216,6 @@ class Transformer(nn.Module):
         return logits
 
 # ---- Sampling --------------------------------------------------------------------------------------------------------
-
 @dataclass
 class Completion:
     ids: list  # sampled ids, the terminator included
@@ -305,7 +300,6 @@ def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_b
     return [Completion(row[:n], logprob[:n], not end) for row, logprob, n, end in rows]
 
 # ---- Scoring ---------------------------------------------------------------------------------------------------------
-
 def score_chunk(model, hidden, targets, temperature):
     """hidden [n, H], targets [n] -> log-probabilities [n] and entropies [n] (the latter without gradient)."""
     logprobs = model.logits(hidden, temperature).log_softmax(-1)  # [n, V]
@@ -331,7 +325,6 @@ def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 # ---- Weights in and out: Hugging Face folders ------------------------------------------------------------------------
-
 def read_json(folder, name, default=None, what="model folder"):
     """The content of a JSON file of a folder; `default`, if there is one, where the file is absent."""
     path = os.path.join(folder, name)
@@ -413,11 +406,9 @@ def save(model, tokenizer, path):
     hf["torch_dtype"] = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
     files = {"config.json": hf, "generation_config.json": {"eos_token_id": model.stop_ids}}
     for name, content in (files | {"tokenizer_config.json": settings}).items():
-        with open(os.path.join(path, name), "w", encoding="utf-8") as f:
-            json.dump(content, f, indent=1)
+        with open(os.path.join(path, name), "w", encoding="utf-8") as f: json.dump(content, f, indent=1)
 
 # ---- The embedded model of the miniature pipelines -------------------------------------------------------------------
-
 TINY_CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -454,8 +445,7 @@ def tiny(pieces, seed=0, hidden_size=64, layers=3, heads=4, kv_heads=2):
     model = Transformer(hf, {tokenizer.eos_token_id}, len(tokenizer))
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+        if parameter.dim() == 2: nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
     return model, tokenizer
 
 if __name__ == "__main__":

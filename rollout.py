@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch.distributed as dist
-
 import judge
 from agents import Problem, digest, extend, extract_program, handed_on, render
 from model import sample
@@ -90,10 +89,8 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how):
     """Run the pipeline on new episodes, in place; returns them.
     models: agent name -> Transformer; coach: function from Cases to verdicts; how: Sampling. When this returns, every
     action has its verdict and no workspace is left."""
-    workspaces = {}
-    programs = ThreadPoolExecutor(16)  # threads only wait: the sandbox runs one program per core
-    background = ThreadPoolExecutor(1)
-    verdicts = []  # (actions, future of their verdicts)
+    programs, background = ThreadPoolExecutor(16), ThreadPoolExecutor(1)  # threads wait: the sandbox counts the cores
+    workspaces, verdicts = {}, []  # index -> path; (actions, future of their verdicts)
     try:
         if any(agent.uses_tools for agent in pipeline.agents):
             workspaces = {episode.index: sandbox.make_workspace() for episode in episodes}
@@ -111,19 +108,16 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how):
                 cases = [make_case(pipeline, agent, e, h) for e, h in zip(acting, handed)]
                 verdicts.append(([e.actions[-1] for e in acting], background.submit(coach, cases)))
         for actions, future in verdicts:
-            for action, verdict in zip(actions, future.result(), strict=True):
-                action.verdict = verdict
+            for action, verdict in zip(actions, future.result(), strict=True): action.verdict = verdict
     finally:
-        programs.shutdown(cancel_futures=True)
-        background.shutdown(cancel_futures=True)
+        for pool in (programs, background): pool.shutdown(cancel_futures=True)
         for workspace in workspaces.values(): sandbox.remove_workspace(workspace)
     return episodes
 
 def next_context(pipeline, agent, episode, turn, tokenizer, how):
     """The ids under which the agent acts next: rendered for its first turn, extended from its last one afterwards."""
-    if turn:
-        last = episode.actions[-1]
-        return extend(tokenizer, last.context_ids, last.ids, last.observation)
+    last = episode.actions[-1] if turn else None
+    if turn: return extend(tokenizer, last.context_ids, last.ids, last.observation)
     values = handed_on(pipeline, episode.problem, episode.actions)
     return render(tokenizer, agent, values | {"max_new_tokens": str(how.max_new_tokens)})
 
@@ -167,8 +161,8 @@ def record(episode):
     for a in episode.actions:
         v, judged = a.verdict, isinstance(a.verdict, judge.Verdict)
         actions.append(dict(
-            agent=a.agent, turn=a.turn, text=a.text, tokens=len(a.ids), truncated=a.truncated, observation=a.observation,
-            status=a.status, score=v.score if judged else None, reason=v.reason if judged else None,
+            agent=a.agent, turn=a.turn, text=a.text, tokens=len(a.ids), truncated=a.truncated, status=a.status,
+            observation=a.observation, score=v.score if judged else None, reason=v.reason if judged else None,
             opinion=v.correct if judged else None, failure=None if judged else f"{v.kind}: {v.detail}"))
     e, problem = episode, episode.problem
     return dict(index=e.index, problem=problem.id, question=problem.question, truth=problem.answer, sample=e.sample,
@@ -184,5 +178,4 @@ if __name__ == "__main__":
         run_episodes(ARITHMETIC, models, tokenizer, episodes, judge.rules, sandbox, Sampling(("demo",)))
     for episode in episodes:
         print(f"\n{episode.problem.question}")
-        for a in episode.actions:
-            print(f"  {a.agent}: {a.text!r} -> {a.verdict.score}, {a.verdict.reason}")
+        for a in episode.actions: print(f"  {a.agent}: {a.text!r} -> {a.verdict.score}, {a.verdict.reason}")

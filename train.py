@@ -27,20 +27,19 @@ pipeline parallelism. Where the official code differs from the paper we follow t
 import argparse, contextlib, copy, inspect, json, math, os, random, re, shutil, signal, sys, threading, time, typing
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
+from statistics import fmean, pstdev
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
-
 import judge, model
 from agents import PIPELINES, InputError, Pipeline, Sandbox, SandboxError, digest, extend, render, require
 from eval import evaluate, latest_checkpoint, print_summary, summarise, summarise_agent
 from rollout import Sampling, gather, make_jobs, rank, record, run_episodes, world
 
 # ---- Configuration. Each field is an option of the command line, with its comment as help ----------------------------
-
 @dataclass
 class Config:
     preset: str = ""  # named set of defaults: arithmetic, mathchat; as --pipeline if that is given
@@ -107,12 +106,9 @@ def config_parser():
     comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Config), re.MULTILINE))
     for f in fields(Config):
         how = dict(help=f"{comments[f.name]} (default: {f.default})".replace("%", "%%"))
-        if f.type is bool:
-            how |= dict(action=argparse.BooleanOptionalAction)
-        elif typing.get_origin(f.type) is typing.Literal:
-            how |= dict(choices=typing.get_args(f.type))
-        else:
-            how |= dict(type=f.type, metavar=f.type.__name__.upper())
+        if f.type is bool: how |= dict(action=argparse.BooleanOptionalAction)
+        elif typing.get_origin(f.type) is typing.Literal: how |= dict(choices=typing.get_args(f.type))
+        else: how |= dict(type=f.type, metavar=f.type.__name__.upper())
         parser.add_argument(option(f.name), **how)
     return parser
 
@@ -150,12 +146,11 @@ def check_config(c):
         else: bound, holds = "over 0", 0 < number < math.inf
         require(holds, f"{option(name)} must be {bound}, not {number}")
     pipeline, several = PIPELINES[c.pipeline], c.samples > 1 or c.advantage == "reinforce++"
-    require(c.model or pipeline.pieces, f"the {c.pipeline} pipeline needs a pretrained model: give --model FOLDER_OR_ID")
-    require(pipeline.problems, f"the {c.pipeline} pipeline cannot be trained yet: it lacks problem files and an API coach")
+    require(c.model or pipeline.pieces, f"the {c.pipeline} pipeline needs a model: give --model FOLDER_OR_ID")
+    require(pipeline.problems, f"the {c.pipeline} pipeline cannot be trained yet: it lacks problems and an API coach")
     require(several, f"--advantage {c.advantage} compares samples of a problem: give --samples 2 or more")
 
 # ---- Processes. Every process calls the same collectives in the same order, whatever its data ------------------------
-
 def start_processes(config):
     """Join the processes that torchrun started, if it did; returns this process's device."""
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
@@ -170,9 +165,8 @@ def start_processes(config):
 
 def own_cores():
     """This process's share of the machine's cores for the agents' programs; None, which means all, without torchrun."""
-    if not hasattr(os, "sched_getaffinity"): return None
-    local, processes = (int(os.environ.get(name, i)) for i, name in enumerate(("LOCAL_RANK", "LOCAL_WORLD_SIZE")))
-    return sorted(os.sched_getaffinity(0))[local::processes]
+    local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return sorted(os.sched_getaffinity(0))[local::processes] if hasattr(os, "sched_getaffinity") else None
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
     """Sum (or another reduction) of a tensor over all processes, in place; returns it."""
@@ -187,7 +181,6 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # ---- Rewards and advantages ------------------------------------------------------------------------------------------
-
 @dataclass
 class Sample:
     """One action, as the update sees it. T = number of its tokens."""
@@ -246,9 +239,7 @@ def compare_in_groups(samples, kind):
         groups.setdefault(group, []).append(reward)
     compared = []
     for s in samples:
-        rewards = groups[s.group]
-        mean, n = sum(rewards) / len(rewards), len(rewards)
-        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / n)
+        n, mean, std = len(groups[s.group]), fmean(groups[s.group]), pstdev(groups[s.group])
         scale = 0.0 if std < 1e-4 else 1 / std if kind == "grpo" else n / (n - 1)
         compared.append((s.reward - mean) * scale)
     return compared
@@ -265,7 +256,6 @@ def set_advantages(samples, config):
     for s, advantage in zip(used, whiten(returns) if plain else returns): s.advantage = advantage
 
 # ---- Loss ------------------------------------------------------------------------------------------------------------
-
 def policy_loss(logprobs, old, advantages, weights, clip):
     """Sum over tokens of weight * -min(rho A, clip(rho, 1 - clip, 1 + clip) A). All arguments [N] but the last.
     With weights 1 / (actions * tokens of the action) over ALL actions of an optimizer step, on all processes, this is
@@ -300,12 +290,11 @@ def set_kl(samples, reference, config):
             s.kl = torch.tensor(s.action.logprobs) - logprobs.cpu()
 
 # ---- Optimizer: AdamW, sharded over the processes (ZeRO stage 1), with float32 master weights ------------------------
-
 class ShardedAdamW:
     """AdamW for one agent's network. With N processes, each holds and updates 1/N of the float32 master weights:
         gradient sums --reduce-scatter--> my shard's gradient --AdamW--> my shard --all-gather--> everybody's weights
     All weights lie in one flat buffer of the network's own dtype, of which its parameters become views. NOTE: backward
-    contains no collective, each optimizer step exactly three: processes may have any number of micro-batches, or none."""
+    has no collective, each optimizer step exactly three: processes may have any number of micro-batches, or none."""
     def __init__(self, network, config):
         parameters = list(network.parameters())
         self.config, self.gradient, self.updates = config, None, 0
@@ -388,7 +377,6 @@ def learning_rate(update, updates, config):
     return config.lr * (config.lr_final + (1 - config.lr_final) * (1 + math.cos(math.pi * progress)) / 2)
 
 # ---- One update of one set of weights --------------------------------------------------------------------------------
-
 @dataclass
 class Policy:
     """One set of weights and the agents that use it: one agent, or all of them with --share-weights."""
@@ -400,8 +388,7 @@ def update(policy, reference, samples, step, config):
     """All optimizer steps of a policy for rollout `step` = 0..; returns agent -> metrics.
     samples: this process's Samples of the policy's agents. Every process must call this, also without samples."""
     set_kl(samples, reference, config)
-    for name in policy.agents:
-        set_advantages([s for s in samples if s.action.agent == name], config)
+    for name in policy.agents: set_advantages([s for s in samples if s.action.agent == name], config)
     batches = -(-config.problems * config.samples // config.train_batch)
     # one denominator: the actions of each optimizer step, on all processes, known before any backward pass
     actions = torch.zeros(batches)
@@ -417,7 +404,7 @@ def update(policy, reference, samples, step, config):
     return {name: agent_metrics([row[1:] for row in rows if row[0] == name]) | common for name in policy.agents}
 
 def accumulate(policy, samples, actions, config):
-    """Sum the gradients of an optimizer step's loss over micro-batches; `actions`: how many it has over all processes."""
+    """Sum the gradients of an optimizer step's loss over micro-batches; `actions`: its number, over all processes."""
     policy.optimizer.zero_grad()
     for micro in pack(samples, config.micro_batch_tokens):
         logprobs, entropies = score(policy.network, micro, config.temperature)
@@ -446,7 +433,6 @@ def agent_metrics(rows):
         mismatch=max((seen["off"] for batch, _, seen in trained if batch == 0), default=0.0))
 
 # ---- Checkpoints: written beside, then renamed; `latest` last --------------------------------------------------------
-
 def write_atomically(path, text):
     """Replace a file's content so that a reader, or a crash, sees the old one or the new one and nothing between."""
     with open(path + ".partial", "w", encoding="utf-8") as f:
@@ -511,7 +497,6 @@ def cut_log(path, steps):
         os.replace(path + ".partial", path)
 
 # ---- The embedded model's start: supervised learning on demonstrations of which half are wrong -----------------------
-
 def demonstration_ids(tokenizer, demonstration):
     """(context ids, ids to learn, terminator included) of a Demonstration."""
     context = render(tokenizer, demonstration.agent, demonstration.values)
@@ -553,7 +538,6 @@ def embedded_model(config):
     return base
 
 # ---- The loop --------------------------------------------------------------------------------------------------------
-
 @dataclass
 class Run:
     """What all steps of a run share."""
@@ -581,12 +565,10 @@ def open_run(config):
 def make_policies(start, pipeline, config):
     """One Policy for each agent, or a single one with --share-weights; each a copy of the starting network."""
     names = tuple(agent.name for agent in pipeline.agents)
-    policies = []
-    for group in [names] if config.share_weights else [(name,) for name in names]:
-        network = copy.deepcopy(start)
-        network.gradient_checkpointing = config.gradient_checkpointing
-        policies.append(Policy(group, network, ShardedAdamW(network, config)))
-    return policies
+    groups = [names] if config.share_weights else [(name,) for name in names]
+    networks = [copy.deepcopy(start) for _ in groups]
+    for network in networks: network.gradient_checkpointing = config.gradient_checkpointing
+    return [Policy(group, network, ShardedAdamW(network, config)) for group, network in zip(groups, networks)]
 
 def stop_on_signals():
     """An Event that Ctrl-C, or torchrun's SIGTERM, sets; a second Ctrl-C ends the process where it stands."""
@@ -600,8 +582,7 @@ def stop_on_signals():
 def problems_of_step(problems, step, count, seed):
     """The problems of step 0..: passes over the training problems, each in an order that depends on (seed, pass) alone.
     Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left to later passes."""
-    steps = len(problems) // count
-    order = list(range(len(problems)))
+    steps, order = len(problems) // count, list(range(len(problems)))
     random.Random(digest("order", seed, step // steps)).shuffle(order)
     start = step % steps * count
     return [problems[i] for i in order[start : start + count]]
@@ -619,7 +600,7 @@ def train(config):
             start = model.load(embedded_model(config), device, dtype)
         reference, tokenizer = start
         policies, problems = make_policies(reference, pipeline, config), pipeline.problems("train")
-        require(config.problems <= len(problems), f"--problems {config.problems} is more than the {len(problems)} there are")
+        require(config.problems <= len(problems), f"--problems {config.problems}: there are {len(problems)} only")
         run = Run(config, pipeline, problems, tokenizer, reference.requires_grad_(False), policies, sandbox)
         done = load_checkpoint(config.out, policies) if config.resume else 0
         if rank() == 0:
@@ -656,15 +637,15 @@ def train_step(run, step):
     """Rollout `step` = 1.. and its updates; returns the line of metrics.jsonl. All processes call it together."""
     started, config = time.monotonic(), run.config
     problems = problems_of_step(run.problems, step - 1, config.problems, config.seed)
-    episodes = make_jobs(problems, config.samples)
-    how = sampling(config, ("train", config.seed, step))
-    run_episodes(run.pipeline, networks(run.policies), run.tokenizer, episodes, judge.rules, run.sandbox, how)
+    todo, how = make_jobs(problems, config.samples), sampling(config, ("train", config.seed, step))
+    arguments = networks(run.policies), run.tokenizer, todo, judge.rules, run.sandbox, how
+    episodes = run_episodes(run.pipeline, *arguments)
     records = sorted(gather([record(e) for e in episodes]), key=lambda r: r["index"])
-    if rank() == 0:
-        append_lines(os.path.join(config.out, "episodes.jsonl"), [dict(step=step) | r for r in records])
-    if too_many_failures(records, config):
+    if rank() == 0: append_lines(os.path.join(config.out, "episodes.jsonl"), [dict(step=step) | r for r in records])
+    too_many = too_many_failures(records, config)
+    if too_many:
         save_checkpoint(config.out, step - 1, run.policies, run.tokenizer)
-        raise RunError(f"step {step}: {too_many_failures(records, config)}")
+        raise RunError(f"step {step}: {too_many}")
     samples = make_samples(episodes, config)
     agents = {}
     for policy in run.policies:

@@ -301,7 +301,7 @@ def test_the_order_of_problems_is_a_function_of_seed_and_step():
         (["--beta", "-1"], "--beta must be 0 or more"),
         (["--max-failures", "3"], "--max-failures must be in 0 to 1"),
         (["--advantage", "grpo", "--samples", "1"], "compares samples"),
-        (["--pipeline", "mathchat"], "needs a pretrained model"),
+        (["--pipeline", "mathchat"], "needs a model"),
         (["--resume", "--out", "no/such/run"], "is not a run folder"),
     ],
 )
