@@ -91,6 +91,7 @@ def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, how
     return gather([record(e) for e in episodes])
 
 def print_summary(title, summary):
+    """Show what summarise() returned, for people."""
     low, high = summary["interval"]
     passes = ", ".join(f"pass@{k} {100 * p:.1f}%" for k, p in summary["pass_at"].items() if k != "1")
     print(f"{title}: accuracy {100 * summary['accuracy']:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
@@ -106,6 +107,7 @@ def latest_checkpoint(run):
     with open(path, encoding="utf-8") as f: return f.read().strip()
 
 def main(argv=None):
+    """The command. Exits with 2 on bad input."""
     parser = argparse.ArgumentParser(description="Evaluate a run: its base model against its last checkpoint.")
     parser.error = lambda message: sys.exit(print(f"eval.py: {message}", file=sys.stderr) or 2)
     parser.add_argument("--run", required=True, help="folder that train.py wrote")
@@ -133,17 +135,15 @@ def evaluate_run(options):
     pipeline = PIPELINES[config["pipeline"]]
     problems = pipeline.problems("held-out")[: options.problems]
     names = [agent.name for agent in pipeline.agents]
-    limits = config["max_new_tokens"], config["max_context_tokens"]
-    how = Sampling(("eval", options.seed), options.temperature, *limits)
+    how = Sampling(("eval", options.seed), options.temperature, config["max_new_tokens"], config["max_context_tokens"])
     records = {}
     with Sandbox(config["sandbox"], timeout=config["sandbox_timeout"]) as sandbox:
         for title, folders in (("base", [base] * len(names)), ("trained", [f"{checkpoint}/{name}" for name in names])):
-            loaded = [load(folder) for folder in folders]
-            models = {name: network for name, (network, _) in zip(names, loaded)}
-            arguments = models, loaded[0][1], problems, options.samples, judge.rules, sandbox, how
-            records[title] = evaluate(pipeline, *arguments)
+            networks, tokenizers = zip(*map(load, folders))
+            arguments = tokenizers[0], problems, options.samples, judge.rules, sandbox, how
+            records[title] = evaluate(pipeline, dict(zip(names, networks)), *arguments)
     figures = {title: summarise(records[title], names) for title in records}
-    difference = compare(records["base"], records["trained"])
-    return dict(problems=len(problems), samples=options.samples, **figures, difference=difference)
+    figures["difference"] = compare(records["base"], records["trained"])
+    return dict(problems=len(problems), samples=options.samples, **figures)
 
 if __name__ == "__main__": main()

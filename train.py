@@ -118,8 +118,7 @@ def read_config(argv):
     preset = given.get("preset") or given.get("pipeline", "arithmetic")
     require(preset in PRESETS, f"there is no preset or pipeline {preset!r}; known are {', '.join(PRESETS)}")
     config = Config(**{**PRESETS[preset], **given, "preset": preset})
-    known = ", ".join(PIPELINES)
-    require(config.pipeline in PIPELINES, f"there is no pipeline {config.pipeline!r}; known are {known}")
+    require(config.pipeline in PIPELINES, f"there is no pipeline {config.pipeline!r}; known are {', '.join(PIPELINES)}")
     config.out = config.out or os.path.join("runs", config.pipeline)
     if config.resume: config = saved_config(config.out, given)
     check_config(config)
@@ -322,17 +321,16 @@ class ShardedAdamW:
         p.grad = None
 
     def step(self, lr):
-        """One AdamW step with the summed gradients; returns their global norm before clipping.
-        m = b1 m + (1-b1) g,  v = b2 v + (1-b2) g^2,  w = w - lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w)
-        Raises RunError, on every process, if a gradient is not finite; the weights are then untouched."""
+        """One AdamW step with the summed gradients: m = b1 m + (1-b1) g,  v = b2 v + (1-b2) g^2,
+        w = w - lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w). Returns the gradients' global norm before
+        clipping. If that is not finite, which all processes see, nothing changes."""
         c, g = self.config, self.gradient
         if world() > 1:
             g = torch.empty_like(self.master)
             reduce_scatter(g, self.gradient)
         self.gradient = None
         norm = math.sqrt(all_reduce(g.double().square().sum()).item())
-        if not math.isfinite(norm):
-            raise RunError("a gradient is not finite; the last checkpoint is from before it")
+        if not math.isfinite(norm): return norm
         g = g * min(1.0, c.max_grad_norm / (norm + 1e-6))
         self.updates += 1
         self.mean.lerp_(g, 1 - c.adam_beta1)
@@ -399,6 +397,8 @@ def update(policy, reference, samples, step, config):
         if count:  # all processes agree; without this, Adam would move on old gradients alone
             accumulate(policy, [s for s in samples if s.batch == batch and s.weight], count, config)
             norms.append(policy.optimizer.step(lr))
+            if not math.isfinite(norms[-1]):
+                raise RunError(f"step {step + 1}: a gradient of {policy.agents[0]} is not finite")
     common = dict(grad_norm=max(norms, default=0.0), lr=lr)
     rows = gather([(s.action.agent, s.batch, len(s.kl), s.kl.double().sum().item(), s.seen) for s in samples])
     return {name: agent_metrics([row[1:] for row in rows if row[0] == name]) | common for name in policy.agents}

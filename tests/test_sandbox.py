@@ -660,6 +660,14 @@ def test_read_takes_plain_files_only_by_name(sandbox, host, workspace):
     assert Sandbox.read(workspace, "train.csv", most=8) == b"a,b\n1,2\n"
 
 
+def test_cores_are_a_choice():
+    """Several processes train on one machine: each runs its agents' programs on cores of its own."""
+    core = max(os.sched_getaffinity(0))
+    with Sandbox(cores=[core]) as one:
+        result = one.run("import os; print(os.sched_getaffinity(0))", one.make_workspace())
+    assert result.output == f"{{{core}}}\n"
+
+
 def test_limits_of_one_run_and_privacy(sandbox, workspace):
     """A mistyped limit would be no limit; other users' programs must not look into a workspace."""
     with pytest.raises(TypeError):

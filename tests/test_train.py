@@ -263,9 +263,18 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_no_weight_moves():
     """FAULT 24: one nan, and Adam's moments are nan for ever."""
     network = one_parameter([1.0, 2.0])
     optimizer = train.ShardedAdamW(network, Config())
-    with pytest.raises(train.RunError, match="not finite"):
-        step(optimizer, [1.0, math.nan], 0.1)
+    assert math.isnan(step(optimizer, [1.0, math.nan], 0.1))
     assert network.weight.tolist() == [[1.0, 2.0]] and optimizer.updates == 0
+
+
+def test_which_gradient_was_not_finite_is_said(monkeypatch):
+    network, _ = model.tiny([*"abcdefghijklmnopqrst"], seed=1)
+    policy = train.Policy(("A",), network, train.ShardedAdamW(network, Config()))
+    samples = make_batch()
+    samples[0].action.logprobs = [math.nan] * len(samples[0].action.ids)
+    monkeypatch.setattr(train, "set_advantages", lambda *_: None)
+    with pytest.raises(train.RunError, match="step 7: a gradient of A is not finite"):
+        train.update(policy, network, samples, 6, Config())
 
 
 def test_learning_rate_by_hand():
