@@ -35,7 +35,8 @@ class ModelConfig:
     kv_heads: int  # grouped-query attention: heads // kv_heads query heads share one key/value head
     head_dim: int  # not always hidden_size / heads
     norm_eps: float
-    rope_theta: float
+    max_positions: int
+    rope: dict  # rope_theta, and where positions are scaled: rope_type, factor, ...
     tied: bool  # the output head is the embedding matrix
     qkv_bias: bool  # Qwen2
     qk_norm: bool  # Qwen3
@@ -47,10 +48,12 @@ def model_config(hf):
     kind = hf.get("model_type")
     known = kind in ("qwen2", "qwen3", "llama")
     require(known, f"model type {kind!r} is not supported; known are qwen2, qwen3 and llama")
-    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling, with "type" for "rope_type"
+    rope = {"rope_theta": hf.get("rope_theta", 10_000.0)} | (hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope = {"rope_type": rope.get("type", "default")} | rope
     unsupported = [name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if hf.get(name)]
-    unsupported += ["rope scaling"] if rope.get("rope_type", rope.get("type", "default")) != "default" else []
+    unsupported += [f"rope scaling {rope['rope_type']}"] if rope["rope_type"] not in ROPE_TYPES else []
+    unsupported += [f"the rope option {name}" for name in ("mscale", "mscale_all_dim", "truncate") if name in rope]
     unsupported += [hf["hidden_act"]] if hf.get("hidden_act", "silu") != "silu" else []
     require(not unsupported, f"this {kind} model uses {', '.join(unsupported)}, which model.py does not implement")
     heads = hf["num_attention_heads"]
@@ -58,7 +61,7 @@ def model_config(hf):
         vocab_size=hf["vocab_size"], hidden_size=hf["hidden_size"], intermediate_size=hf["intermediate_size"],
         layers=hf["num_hidden_layers"], heads=heads, kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=hf.get("head_dim") or hf["hidden_size"] // heads, norm_eps=hf.get("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta") or hf.get("rope_theta", 10_000.0), tied=hf.get("tie_word_embeddings", False),
+        max_positions=hf.get("max_position_embeddings", 32_768), rope=rope, tied=hf.get("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3")
 
 # ---- The decoder. Attribute names are Hugging Face's, so that weights need no key map --------------------------------
@@ -74,12 +77,34 @@ class RMSNorm(nn.Module):
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * h.to(x.dtype)
 
-def rotary_angles(positions, head_dim, theta):
-    """cos and sin [B, T, 1, D] in float32 of the angles position * theta^(-2i/D), for explicit positions [B, T]."""
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[..., None].float() / theta**exponent  # [B, T, D/2]
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+def rotary_frequencies(c, device):
+    """The angle per position of each pair of dimensions [D/2] in float32, theta^(-2i/D) unless positions are scaled,
+    and a factor on cos and sin. Scaled: a context `factor` times as long is fitted into the angles of the original one,
+    by slowing down all pairs (linear), or only those that turn seldom in it (llama3; yarn, arXiv 2309.00071)."""
+    D, rope, factor = c.head_dim, c.rope, c.rope.get("factor", 1.0)
+    pair = torch.arange(D // 2, device=device, dtype=torch.float32)
+    frequency = rope["rope_theta"] ** (-2 * pair / D)
+    context = rope.get("original_max_position_embeddings") or c.max_positions
+    if rope["rope_type"] == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]  # turns within the original context
+        kept = ((context * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return frequency * (kept + (1 - kept) / factor), 1.0
+    if rope["rope_type"] == "yarn":
+        fast, slow = (D * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))  # such a pair
+                      for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1))
+        first, last = max(math.floor(fast), 0), min(math.ceil(slow), D - 1)
+        kept = 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
+        return frequency * (kept + (1 - kept) / factor), rope.get("attention_factor") or 0.1 * math.log(factor) + 1
+    return frequency / factor, 1.0  # linear, or no scaling: factor 1
+
+def rotary_angles(positions, c):
+    """cos and sin [B, T, 1, D] in float32 for explicit positions [B, T]."""
+    frequency, scale = rotary_frequencies(c, positions.device)
+    angles = positions[..., None].float() * frequency  # [B, T, D/2]
     angles = torch.cat([angles, angles], dim=-1)[:, :, None]  # [B, T, 1, D]; halves, not pairs, as in HF's layout
-    return angles.cos(), angles.sin()
+    return angles.cos() * scale, angles.sin() * scale
 
 def rotate(x, cos, sin):
     """Turn queries or keys x [B, T, heads, D] by their positions' angles."""
@@ -196,7 +221,7 @@ class Transformer(nn.Module):
     def forward(self, ids, positions, cache=None):
         """ids, positions [B, T] int64 -> hidden states [B, T, H]. With a cache, T > 1 requires it to be empty."""
         x = self.embed_tokens(ids)
-        angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        angles = rotary_angles(positions, self.config)
         for i, block in enumerate(self.layers):
             if self.gradient_checkpointing and cache is None and torch.is_grad_enabled():
                 x = checkpoint(block, x, angles, positions, None, i, use_reentrant=False)

@@ -35,8 +35,16 @@ SIZES = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_lay
         transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),  # head_dim is not hidden / heads
         transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
         transformers.LlamaConfig(**SIZES, tie_word_embeddings=False, rope_theta=5e5, rms_norm_eps=1e-5),
+        transformers.LlamaConfig(**SIZES, rope_scaling=dict(rope_type="linear", factor=4.0)),
+        transformers.LlamaConfig(**SIZES, rope_theta=100.0, rope_scaling=dict(
+            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=16)),
+        transformers.Qwen2Config(**SIZES, rope_theta=1000.0, rope_scaling=dict(
+            rope_type="yarn", factor=4.0, original_max_position_embeddings=32)),
+        transformers.Qwen3Config(**SIZES, head_dim=16, rope_scaling=dict(
+            rope_type="yarn", factor=2.0, original_max_position_embeddings=64, beta_fast=8.0, attention_factor=1.3)),
     ],
-    ids=["qwen3", "qwen2", "llama"],
+    ids=["qwen3", "qwen2", "llama", "linear", "llama3", "yarn", "yarn with options"],
 )
 def test_logits_are_those_of_transformers(config, tmp_path):
     """A random model of each family, written by transformers: our logits are theirs, and so are a saved copy's."""
@@ -49,11 +57,14 @@ def test_logits_are_those_of_transformers(config, tmp_path):
     tokenizer.save_pretrained(tmp_path / "theirs")
     ours, tokenizer = model.load(str(tmp_path / "theirs"))
     ours.n_tokens = 97  # compare the padded part of the vocabulary as well
-    ids = torch.randint(0, 97, (3, 20))
-    positions = torch.arange(20).expand_as(ids)
+    ids = torch.randint(0, 97, (3, 100))  # beyond the original context of the scaled ones
+    positions = torch.arange(100).expand_as(ids)
     with torch.no_grad():
         expected = theirs(ids).logits
         assert (ours.logits(ours(ids, positions)) - expected).abs().max() < 1e-4
+        if ours.config.rope["rope_type"] != "default":  # and the scaling is no ornament
+            object.__setattr__(ours.config, "rope", {"rope_theta": ours.config.rope["rope_theta"], "rope_type": "default"})
+            assert (ours.logits(ours(ids, positions)) - expected).abs().max() > 1e-3
         model.save(ours, tokenizer, str(tmp_path / "ours"))
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
         assert torch.equal(again(ids).logits, expected)
