@@ -101,8 +101,9 @@ def render(tokenizer, agent, values):
     messages = [{"role": "user", "content": agent.prompt.format(**values)}]
     if agent.role: messages.insert(0, {"role": "system", "content": agent.role.format(**values)})
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    # NOTE: templates write the BOS themselves; tokenizing their text afterwards would put a second one in front
-    assert tokenizer.bos_token_id is None or ids.count(tokenizer.bos_token_id) <= 1, "more than one BOS in a prompt"
+    # NOTE: templates write the BOS themselves; tokenizing their text afterwards would put a second one in front. (Later
+    # ones are in order: SmolLM2's is <|im_start|>, which opens every message.)
+    assert tokenizer.bos_token_id is None or ids[:2].count(tokenizer.bos_token_id) <= 1, "a prompt starts with two BOS"
     return ids
 
 def extend(tokenizer, context_ids, ids, observation):

@@ -62,7 +62,7 @@ def test_a_later_turn_extends_the_ids_of_the_earlier_one(tokenizer):
     assert tokenizer.decode(cut[len(context) :]) == "print(1)<|end|><|user|>error<|end|><|assistant|>"
 
 
-def test_prompts_have_one_bos_at_most(tokenizer):
+def test_prompts_start_with_one_bos_at_most(tokenizer):
     """FAULT 18. Symptom: slightly worse in everything. Cause: the template and the tokenizer both write the BOS. Guard:
     ids come from the template once, and a second BOS stops the program."""
     llama = model.tiny_tokenizer(agents.PIECES)
@@ -71,7 +71,7 @@ def test_prompts_have_one_bos_at_most(tokenizer):
     ids = agents.render(llama, ARITHMETIC.agents[0], {"problem": "Tom has 1 eggs."})
     assert ids.count(llama.bos_token_id) == 1
     llama.chat_template = "<|begin|><|begin|>" + model.TINY_CHAT
-    with pytest.raises(AssertionError, match="more than one BOS"):
+    with pytest.raises(AssertionError, match="two BOS"):
         agents.render(llama, ARITHMETIC.agents[0], {"problem": "Tom has 1 eggs."})
 
 
