@@ -87,6 +87,55 @@ def handed_on(pipeline, problem, actions):
         values[action.agent + "_output"] = action.observation or "no program was run"
     return values
 
+# ---- Problem files ---------------------------------------------------------------------------------------------------
+def load_problems(path):
+    """The Problems of a JSON list, or of JSON lines: objects with a prompt (or problem, or question), an answer (text
+    or number), and perhaps an id. Ids get the file's name in front, so that no two files share one.
+    Raises InputError, which names the file, the line or the entry, and what is wrong with it."""
+    try:
+        with open(path, encoding="utf-8") as f: text = f.read()
+    except (OSError, UnicodeDecodeError) as error: raise InputError(f"{path} cannot be read: {error}") from None
+    whole = text.lstrip().startswith("[")
+    entries, stem = [], Path(path).stem
+    for number, part in enumerate([text] if whole else text.splitlines(), 1):
+        try: entries += json.loads(part) if whole else [json.loads(part)] if part.strip() else []
+        except ValueError as error:
+            line = getattr(error, "lineno", 1) if whole else number
+            raise InputError(f"{path}, line {line}: this is not JSON ({error})") from None
+    problems = []
+    for number, entry in enumerate(entries, 1):
+        entry = entry if isinstance(entry, dict) else {}
+        question, answer = entry.get("prompt") or entry.get("problem") or entry.get("question"), entry.get("answer")
+        readable = isinstance(question, str) and type(answer) in (str, int, float) and str(answer).strip()
+        require(readable, f"{path}, entry {number}: a prompt and an answer are needed, as text or number")
+        answer = int(answer) if isinstance(answer, float) and answer.is_integer() else answer
+        problems.append(Problem(f"{stem}/{entry.get('id', number)}", question, str(answer)))
+    ids = [problem.id for problem in problems]
+    require(problems, f"{path} holds no problems")
+    require(len(set(ids)) == len(ids), f"{path}: the id {max(ids, key=ids.count)} stands there more than once")
+    return problems
+
+def repeated(problems, others=None):
+    """The problems whose question, case and spacing aside, stands before them in the list; or in `others`, if given.
+    >>> a, b, c = (Problem(str(i), text, "1") for i, text in enumerate(["What is  1?", "what is 1?", "And 2?"]))
+    >>> [p.id for p in repeated([a, b, c])], [p.id for p in repeated([a, a], others=[b, c])], repeated([a, c])
+    (['1'], ['0', '0'], [])"""
+    keys = [" ".join(p.question.lower().split()) for p in problems]
+    elsewhere = {" ".join(p.question.lower().split()) for p in others or ()}
+    return [p for i, (p, key) in enumerate(zip(problems, keys)) if key in (keys[:i] if others is None else elsewhere)]
+
+def check_problems(train, evaluation):
+    """A sentence for each way in which problems repeat: within train, within evaluation, or from one to the other."""
+    checks = (("twice to train on", repeated(train)), ("twice to evaluate on", repeated(evaluation)),
+              ("to evaluate on that are also trained on", repeated(evaluation, train)))
+    return [f"{len(found)} problems stand there {how}, such as {found[0].id}" for how, found in checks if found]
+
+def subset(problems, count, seed):
+    """`count` of the problems, in order, drawn as the paper draws its 512 of 933 (numpy's legacy generator)."""
+    import numpy as np
+    require(0 < count <= len(problems), f"a subset of {count} problems needs as many, there are {len(problems)}")
+    return [problems[i] for i in sorted(np.random.RandomState(seed).choice(len(problems), count, replace=False))]
+
 # ---- From text to token ids ------------------------------------------------------------------------------------------
 def defuse(text, tokenizer):
     """Break up what would become a special token, so that an agent cannot end another one's prompt by writing one."""

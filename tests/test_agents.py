@@ -131,3 +131,69 @@ def test_agents_needs_no_torch():
     root = agents.os.path.dirname(agents.__file__)
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", "False"]
+
+
+# ---- Problem files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('[{"prompt": "a", "answer": "70"}, {"prompt": "b", "answer": 142.0}]', [("f/1", "70"), ("f/2", "142")]),
+        ('{"problem": "a", "answer": 3, "id": "x"}\n\n{"question": "b", "answer": 0.5}\n', [("f/x", "3"), ("f/2", "0.5")]),
+        ('[{"prompt": "a", "answer": "\\\\frac{1}{2}", "id": 0}]', [("f/0", "\\frac{1}{2}")]),
+    ],
+)
+def test_problem_files(tmp_path, text, expected):
+    path = tmp_path / "f.json"
+    path.write_text(text)
+    assert [(p.id, p.answer) for p in agents.load_problems(str(path))] == expected
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('[{"prompt": "a",\n "answer": }]', "line 2: this is not JSON"),
+        ('{"prompt": "a", "answer": "1"}\n{"prompt": ', "line 2: this is not JSON"),
+        ('[{"prompt": "a"}]', "entry 1: a prompt and an answer are needed"),
+        ('[{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": true}]', "entry 2: "),
+        ('[{"prompt": "a", "answer": ""}]', "entry 1: "),
+        ("[3]", "entry 1: "),
+        ("[]", "holds no problems"),
+        ('[{"prompt": "a", "answer": "1", "id": 7}, {"prompt": "b", "answer": "1", "id": 7}]', "the id f/7 stands there"),
+    ],
+)
+def test_broken_problem_files_are_one_sentence(tmp_path, text, message):
+    path = tmp_path / "f.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message) as error:
+        agents.load_problems(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_missing_problem_file(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        agents.load_problems(str(tmp_path / "none.json"))
+
+
+def test_training_on_evaluation_problems_is_noticed():
+    """The paper's evaluation file shares 18 of 32 problems with its training pool. Guard: questions are compared."""
+    train = [Problem("t/1", "What is 1+1?", "2"), Problem("t/2", "What is 2+2?", "4")]
+    assert agents.check_problems(train, [Problem("e/1", "What is 3+3?", "6")]) == []
+    [sentence] = agents.check_problems(train, [Problem("e/1", "what is  2+2?", "4")])
+    assert sentence == "1 problems stand there to evaluate on that are also trained on, such as e/1"
+    twice = agents.check_problems([*train, train[0]], [Problem("e/1", "x", "1"), Problem("e/2", "X", "1")])
+    assert [sentence.split(",")[0] for sentence in twice] == [
+        "1 problems stand there twice to train on", "1 problems stand there twice to evaluate on"]
+
+
+def test_the_papers_subset():
+    """np.random.seed(42); sorted(np.random.choice(933, 512, replace=False)), without touching the global generator."""
+    import numpy as np
+
+    np.random.seed(42)
+    expected, follows = sorted(np.random.choice(933, 512, replace=False)), np.random.rand()
+    np.random.seed(42)
+    np.random.choice(933, 512, replace=False)
+    assert agents.subset(list(range(933)), 512, 42) == expected
+    assert np.random.rand() == follows
