@@ -174,9 +174,17 @@ MATH_TEAM = (
     "The team succeeds only if the Verifier's final answer is right. Whatever you write, thinking included, is cut off "
     "after {max_new_tokens} tokens.\n\n")
 
+def head_and_tail(text, most):
+    """The text, cut in the middle to about `most` characters: what a program was about, and the traceback at its end.
+    >>> head_and_tail("abcdefghij", 4)
+    'ab\\n... 6 characters cut ...\\nij'"""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
+
 def show_math(result):
-    """Tool output as the agents and the coach read it; the sandbox has already kept only its head and tail."""
-    return f"The program ended with status {result.status}. Its output:\n{result.output or '(none)'}"
+    """Tool output as the agents and the coach read it."""
+    output = head_and_tail(result.output, 4000) or "(none)"
+    return f"The program ended with status {result.status}. Its output:\n{output}"
 
 MATHCHAT = Pipeline("mathchat", show=show_math, agents=(
     Agent("Solver", "{problem}", MATH_TEAM + "You are the Problem Solver. Derive the solution step by step, name the "
