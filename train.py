@@ -25,8 +25,9 @@ pipeline parallelism. Where the official code differs from the paper we follow t
     python train.py --reward outcome                       # the control: everyone is paid for the final answer only
     torchrun --standalone --nproc_per_node=8 train.py      # the same run on eight processes"""
 import argparse, contextlib, copy, inspect, json, math, os, random, re, shutil, signal, sys, threading, time, typing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
+from functools import partial
 from statistics import fmean, pstdev
 
 import torch
@@ -36,6 +37,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 import judge, model
 from agents import PIPELINES, InputError, Pipeline, Sandbox, SandboxError, digest, extend, render, require
+from agents import check_problems, load_problems, subset
 from eval import evaluate, latest_checkpoint, print_summary, summarise, summarise_agent
 from rollout import Sampling, gather, make_jobs, rank, record, run_episodes, world
 
@@ -45,6 +47,11 @@ class Config:
     preset: str = ""  # named set of defaults: arithmetic, mathchat; as --pipeline if that is given
     pipeline: str = "arithmetic"  # which agents work on which kind of problem
     model: str = ""  # Hugging Face folder or hub id that every agent starts from; empty: the embedded model
+    train: str = ""  # problem file to train on; empty: the pipeline's own problems
+    eval: tuple = ()  # problem files to evaluate on; none: the pipeline's own held-out problems
+    train_subset: int = 0  # train on so many of them only, drawn as in the paper; 0: on all
+    train_subset_seed: int = 42  # seed of that draw
+    allow_repeats: bool = False  # go on although problems repeat, or are both trained and evaluated on
     out: str = ""  # run folder; empty: runs/PIPELINE
     resume: bool = False  # go on from the run folder's last checkpoint, with its config
     seed: int = 0  # seed of everything: weights, order of problems, sampling
@@ -70,6 +77,15 @@ class Config:
     max_context_tokens: int = 512  # an episode ends early if an agent's context gets longer
     mask_truncated: bool = True  # leave actions that hit the generation limit out of the update
     max_failures: float = 0.2  # stop if the coach fails on more than this share of a rollout's actions
+    judge: typing.Literal["rules", "api", "local"] = "rules"  # the coach: offline rules, an API, or a model run here
+    judge_url: str = ""  # API: an OpenAI-compatible endpoint, such as http://localhost:8000/v1
+    judge_model: str = ""  # API: its name there; local: a Hugging Face folder or hub id
+    judge_key_env: str = ""  # API: the environment variable that holds the key; empty: no key
+    judge_cache: str = ""  # API: folder for replies, so that no question is paid for twice; empty: none
+    judge_budget_calls: int = 0  # API: calls that each process may make; 0: any number
+    judge_budget_tokens: int = 0  # API: tokens that they may take; 0: any number
+    judge_concurrency: int = 8  # API: calls at once, from each process
+    judge_deadline: float = 180.0  # API: seconds until a call that keeps failing is given up
     sample_rows: int = 256  # contexts sampled in one batch, on each process
     micro_batch_tokens: int = 8192  # padded tokens in one forward and backward pass; changes memory and speed only
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more time
@@ -79,6 +95,7 @@ class Config:
     save_every: int = 50  # steps between checkpoints; the last step is always saved
     eval_problems: int = 200  # held-out problems before and after training; 0: no evaluation
     eval_samples: int = 2  # samples of each
+    eval_temperature: float = 1.0  # of sampling in evaluations
     sandbox: typing.Literal["landlock", "limits"] = "landlock"  # isolation of programs; limits is not safe
     sandbox_timeout: float = 5.0  # seconds for one program
     device: typing.Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
@@ -87,11 +104,13 @@ class Config:
 PRESETS = {"arithmetic": {}, "mathchat": dict(  # the defaults above; the paper's numbers (8 passes over 512 problems)
     pipeline="mathchat", steps=128, problems=32, samples=2, train_batch=16, lr=1e-6, adam_eps=1e-8, max_new_tokens=4096,
     max_context_tokens=24_576, sandbox_timeout=30.0, micro_batch_tokens=16_384, gradient_checkpointing=True,
-    save_every=32, sample_rows=64, warm_steps=0)}
+    save_every=32, sample_rows=64, warm_steps=0, judge="api", train_subset=512, eval_problems=10_000, eval_samples=4,
+    eval_temperature=0.6)}
 
 # what may change when a run goes on: none of these changes a number
 FREE_ON_RESUME = ("resume", "out", "preset", "save_every", "micro_batch_tokens", "gradient_checkpointing",
-                  "sample_rows", "device", "collective_timeout")
+                  "sample_rows", "device", "collective_timeout", "judge_url", "judge_key_env", "judge_cache",
+                  "judge_budget_calls", "judge_budget_tokens", "judge_concurrency", "judge_deadline")
 
 class RunError(Exception):
     """A run cannot go on, through no fault of its input. One sentence; the run folder holds what to resume from."""
@@ -107,6 +126,7 @@ def config_parser():
     for f in fields(Config):
         how = dict(help=f"{comments[f.name]} (default: {f.default})".replace("%", "%%"))
         if f.type is bool: how |= dict(action=argparse.BooleanOptionalAction)
+        elif f.type is tuple: how |= dict(nargs="*", metavar="FILE")
         elif typing.get_origin(f.type) is typing.Literal: how |= dict(choices=typing.get_args(f.type))
         else: how |= dict(type=f.type, metavar=f.type.__name__.upper())
         parser.add_argument(option(f.name), **how)
@@ -137,7 +157,8 @@ def saved_config(out, given):
 
 def check_config(c):
     """Raise InputError for values that make no sense, before anything slow has started."""
-    from_zero = ("seed", "beta", "clip", "weight_decay", "warm_steps", "eval_problems")
+    from_zero = ("seed", "beta", "clip", "weight_decay", "warm_steps", "eval_problems", "train_subset",
+                 "train_subset_seed", "judge_budget_calls", "judge_budget_tokens")
     shares = ("lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2")
     for name, number in [(f.name, getattr(c, f.name)) for f in fields(c) if f.type in (int, float)]:
         if name in shares: bound, holds = "in 0 to 1", 0 <= number <= 1
@@ -146,7 +167,12 @@ def check_config(c):
         require(holds, f"{option(name)} must be {bound}, not {number}")
     pipeline, several = PIPELINES[c.pipeline], c.samples > 1 or c.advantage == "reinforce++"
     require(c.model or pipeline.pieces, f"the {c.pipeline} pipeline needs a model: give --model FOLDER_OR_ID")
-    require(pipeline.problems, f"the {c.pipeline} pipeline cannot be trained yet: it lacks problems and an API coach")
+    require(c.train or pipeline.problems, f"the {c.pipeline} pipeline needs problems: give --train FILE")
+    require(c.judge != "rules" or pipeline.problems, "the rules coach knows the miniature only: give another --judge")
+    require(c.judge != "api" or (c.judge_url and c.judge_model), "--judge api needs --judge-url and --judge-model")
+    require(c.judge != "local" or c.judge_model, "--judge local needs --judge-model FOLDER_OR_ID")
+    key = c.judge_key_env
+    require(not key or os.environ.get(key), f"the environment variable {key}, which --judge-key-env names, is empty")
     require(several, f"--advantage {c.advantage} compares samples of a problem: give --samples 2 or more")
 
 # ---- Processes. Every process calls the same collectives in the same order, whatever its data ------------------------
@@ -538,12 +564,38 @@ def embedded_model(config):
     return base
 
 # ---- The loop --------------------------------------------------------------------------------------------------------
+def read_problems(config):
+    """(problems to train on, problems to evaluate on). Raises InputError if any repeat, unless that is allowed."""
+    own = PIPELINES[config.pipeline].problems
+    train = load_problems(config.train) if config.train else own("train")
+    train = subset(train, config.train_subset, config.train_subset_seed) if config.train_subset else train
+    held_out = [problem for file in config.eval for problem in load_problems(file)]
+    for sentence in check_problems(train if config.train else [], held_out):
+        require(config.allow_repeats, f"{sentence}: give --allow-repeats to go on all the same")
+        complain(sentence, 0)
+    require(config.problems <= len(train), f"--problems {config.problems}: there are {len(train)} only")
+    return train, (held_out or (own("held-out") if own else []))[: config.eval_problems]
+
+def make_coach(config, device, dtype):
+    """(function from cases to verdicts, the ApiModel behind it or None). An API is asked one question first."""
+    if config.judge == "rules": return judge.rules, None
+    if config.judge == "local":
+        return partial(judge.judge_by, judge.LocalModel(config.judge_model, device, dtype)), None
+    key, budget = os.environ.get(config.judge_key_env, ""), (config.judge_budget_calls, config.judge_budget_tokens)
+    api = judge.ApiModel(config.judge_url, config.judge_model, key, config.judge_cache, *budget,
+                         concurrency=config.judge_concurrency, deadline=config.judge_deadline)
+    if rank() == 0: api.probe()
+    return partial(judge.judge_by, api), api
+
 @dataclass
 class Run:
     """What all steps of a run share."""
     config: Config
     pipeline: Pipeline
-    problems: list  # to train on
+    train: list  # problems to train on
+    held_out: list  # problems to evaluate on
+    coach: typing.Callable  # cases -> verdicts
+    api: judge.ApiModel | None  # behind the coach
     tokenizer: object
     reference: model.Transformer  # frozen: the weights that every agent started from
     policies: list  # of Policy
@@ -591,6 +643,7 @@ def train(config):
     """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
     device, pipeline = start_processes(config), PIPELINES[config.pipeline]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    (train, held_out), (coach, api) = read_problems(config), make_coach(config, device, dtype)
     with Sandbox(config.sandbox, cores=own_cores(), timeout=config.sandbox_timeout) as sandbox:
         if config.model:
             start = model.load(config.model, device, dtype)  # before the folder is claimed: the model may be missing
@@ -599,9 +652,9 @@ def train(config):
             open_run(config)
             start = model.load(embedded_model(config), device, dtype)
         reference, tokenizer = start
-        policies, problems = make_policies(reference, pipeline, config), pipeline.problems("train")
-        require(config.problems <= len(problems), f"--problems {config.problems}: there are {len(problems)} only")
-        run = Run(config, pipeline, problems, tokenizer, reference.requires_grad_(False), policies, sandbox)
+        policies = make_policies(reference, pipeline, config)
+        reference.requires_grad_(False)
+        run = Run(config, pipeline, train, held_out, coach, api, tokenizer, reference, policies, sandbox)
         done = load_checkpoint(config.out, policies) if config.resume else 0
         if rank() == 0:
             for name in ("metrics.jsonl", "episodes.jsonl"): cut_log(os.path.join(config.out, name), done)
@@ -636,9 +689,9 @@ def steps_until_stop(run, done):
 def train_step(run, step):
     """Rollout `step` = 1.. and its updates; returns the line of metrics.jsonl. All processes call it together."""
     started, config = time.monotonic(), run.config
-    problems = problems_of_step(run.problems, step - 1, config.problems, config.seed)
+    problems = problems_of_step(run.train, step - 1, config.problems, config.seed)
     todo, how = make_jobs(problems, config.samples), sampling(config, ("train", config.seed, step))
-    arguments = networks(run.policies), run.tokenizer, todo, judge.rules, run.sandbox, how
+    arguments = networks(run.policies), run.tokenizer, todo, run.coach, run.sandbox, how
     episodes = run_episodes(run.pipeline, *arguments)
     records = sorted(gather([record(e) for e in episodes]), key=lambda r: r["index"])
     if rank() == 0: append_lines(os.path.join(config.out, "episodes.jsonl"), [dict(step=step) | r for r in records])
@@ -653,7 +706,16 @@ def train_step(run, step):
         for name, metrics in update(policy, run.reference, own, step - 1, config).items():
             agents[name] = summarise_agent(records, name) | metrics
     accuracy = sum(r["correct"] for r in records) / len(records)
-    return dict(step=step, accuracy=accuracy, seconds=time.monotonic() - started, agents=agents)
+    metrics = dict(step=step, accuracy=accuracy, seconds=time.monotonic() - started, agents=agents)
+    return metrics | (dict(judge=judge_metrics(run.api)) if run.api else {})
+
+def judge_metrics(api):
+    """Calls, cache hits, retries, failures and tokens of the step, and the calls' latency, over all processes."""
+    parts = gather([api.take_counts()])
+    seconds = sorted(s for _, part in parts for s in part)
+    counts = {name: sum(c[name] for c, _ in parts) for name in ("calls", "hits", "retries", "failures", "tokens")}
+    latency = {f"p{q}": seconds[len(seconds) * q // 100] if seconds else None for q in (50, 95)}
+    return counts | latency
 
 def too_many_failures(records, config):
     """A sentence if the coach failed on too many actions (the rest would be a biased choice of them), else nothing."""
@@ -676,9 +738,9 @@ def append_lines(path, objects):
 def held_out_figures(run, models, when):
     """eval.py's figures of these networks on held-out problems; None with --eval-problems 0."""
     c = run.config
-    if not c.eval_problems: return None
-    problems, how = run.pipeline.problems("held-out")[: c.eval_problems], sampling(c, ("eval", c.seed))
-    arguments = models, run.tokenizer, problems, c.eval_samples, judge.rules, run.sandbox, how
+    if not run.held_out: return None
+    how = replace(sampling(c, ("eval", c.seed)), temperature=c.eval_temperature)
+    arguments = models, run.tokenizer, run.held_out, c.eval_samples, run.coach, run.sandbox, how
     figures = summarise(evaluate(run.pipeline, *arguments), list(models))
     if rank() == 0: print(f"held-out accuracy {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
     return figures
@@ -686,7 +748,7 @@ def held_out_figures(run, models, when):
 def report(before, after, config):
     """What a newcomer should see at the end: what was learned, and where to look next."""
     if after:
-        print(f"\n{config.eval_problems} held-out problems, {config.eval_samples} samples each")
+        print(f"\nheld-out problems, {config.eval_samples} samples each")
         print_summary("before", before)
         print_summary("after ", after)
     print(f"every action, its score and the reason: {config.out}/episodes.jsonl; curves: {config.out}/metrics.jsonl")
