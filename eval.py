@@ -5,14 +5,16 @@ alone; the coach's scores stand beside it. All intervals resample problems, not 
 not independent, and the paper's Fisher tests, which take them so, are too confident.
 What we leave out: significance tests, and evaluation during training beyond the start and the end of a run.
 
-    python eval.py --run runs/arithmetic            # the base model against the run's last checkpoint
-    python eval.py --run runs/arithmetic --json     # the same, and one JSON object as the last line"""
+    python eval.py --run runs/arithmetic --json     # base model against last checkpoint; a JSON object as the last line
+    python eval.py --model Qwen/Qwen3-4B --data aime_2025.json amc_eval_32.json --samples 4 --temperature 0.6"""
 import argparse, json, math, os, sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
+import torch
 import judge
-from agents import PIPELINES, InputError, Sandbox, require
+from agents import PIPELINES, InputError, Sandbox, check_problems, load_problems, require
 from model import load, read_json
 from rollout import Sampling, gather, make_jobs, record, run_episodes
 
@@ -106,44 +108,80 @@ def latest_checkpoint(run):
     if not os.path.exists(path): return ""
     with open(path, encoding="utf-8") as f: return f.read().strip()
 
+def nobody(cases):
+    """The coach of an evaluation that needs none."""
+    return [judge.Failure("none", "no coach was asked")] * len(cases)
+
 def main(argv=None):
     """The command. Exits with 2 on bad input."""
-    parser = argparse.ArgumentParser(description="Evaluate a run: its base model against its last checkpoint.")
+    parser = argparse.ArgumentParser(description="Evaluate a run (base model and last checkpoint) or a model.")
     parser.error = lambda message: sys.exit(print(f"eval.py: {message}", file=sys.stderr) or 2)
-    parser.add_argument("--run", required=True, help="folder that train.py wrote")
-    parser.add_argument("--problems", type=int, default=200, help="held-out problems")
+    parser.add_argument("--run", help="folder that train.py wrote")
+    parser.add_argument("--model", help="Hugging Face folder or hub id, for all agents of the pipeline")
+    parser.add_argument("--pipeline", default="mathchat", choices=PIPELINES, help="with a model that is no run")
+    parser.add_argument("--data", nargs="+", default=[], help="problem files; none: the pipeline's own problems")
+    parser.add_argument("--problems", type=int, default=200, help="the first so many problems of each file")
     parser.add_argument("--samples", type=int, default=2, help="samples of each problem")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max-new-tokens", type=int, default=4096, help="with a model that is no run")
+    parser.add_argument("--max-context-tokens", type=int, default=24_576, help="with a model that is no run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the figures as a JSON object on the last line")
     options = parser.parse_args(argv)
-    try: figures = evaluate_run(options)
+    try: figures = evaluate_systems(options)
     except InputError as error: parser.error(str(error))
-    for title in ("base", "trained"): print_summary(title, figures[title])
-    low, high = figures["difference"]["interval"]
-    print(f"difference: {100 * figures['difference']['accuracy']:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]")
+    for title in ("base", "trained"):
+        if title in figures: print_summary(title, figures[title])
+    for name, per_file in figures["files"].items():
+        for title, s in per_file.items():
+            low, high = s["interval"]
+            print(f"{name}: {title} {100 * s['accuracy']:.1f}% [{100 * low:.1f}, {100 * high:.1f}]")
+    if "difference" in figures:
+        difference, (low, high) = figures["difference"]["accuracy"], figures["difference"]["interval"]
+        print(f"difference: {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]")
     if options.json: print(json.dumps(figures))
 
-def evaluate_run(options):
-    """Both systems of a run on its held-out problems; returns the JSON object that --json prints."""
+def systems_of(options):
+    """({title: one model folder an agent}, config) of a run, or of a model alone."""
+    folder = options.run or options.model
+    require(folder and not (options.run and options.model), "give either --run or --model")
+    if not options.run and not os.path.exists(os.path.join(folder, "metrics.jsonl")):
+        names = [agent.name for agent in PIPELINES[options.pipeline].agents]
+        limits = dict(max_new_tokens=options.max_new_tokens, max_context_tokens=options.max_context_tokens)
+        how = dict(pipeline=options.pipeline, sandbox="landlock", sandbox_timeout=30.0) | limits
+        return {"base": [folder] * len(names)}, how
+    config = read_json(folder, "config.json", what="run folder")
+    require(latest_checkpoint(folder), f"{folder} has no complete checkpoint yet")
+    names = [agent.name for agent in PIPELINES[config["pipeline"]].agents]
+    checkpoint = os.path.join(folder, latest_checkpoint(folder))
+    trained = [os.path.join(checkpoint, name) for name in names]
+    return {"base": [config["model"] or os.path.join(folder, "base")] * len(names), "trained": trained}, config
+
+def evaluate_systems(options):
+    """Every system on every problem; returns the JSON object that --json prints."""
     possible = options.problems > 0 and options.samples > 0 and 0 <= options.temperature < math.inf
     require(possible, "--problems and --samples start at 1, --temperature at 0")
-    config = read_json(options.run, "config.json", what="run folder")
-    require(latest_checkpoint(options.run), f"{options.run} has no complete checkpoint yet")
-    base = config["model"] or os.path.join(options.run, "base")
-    checkpoint = os.path.join(options.run, latest_checkpoint(options.run))
-    pipeline = PIPELINES[config["pipeline"]]
-    problems = pipeline.problems("held-out")[: options.problems]
-    names = [agent.name for agent in pipeline.agents]
-    how = Sampling(("eval", options.seed), options.temperature, config["max_new_tokens"], config["max_context_tokens"])
-    records = {}
+    systems, config = systems_of(options)
+    pipeline, own = PIPELINES[config["pipeline"]], PIPELINES[config["pipeline"]].problems
+    require(options.data or own, f"the {pipeline.name} pipeline has no problems of its own: give --data FILE")
+    files = {Path(file).stem: load_problems(file)[: options.problems] for file in options.data}
+    problems = [p for part in files.values() for p in part] if files else own("held-out")[: options.problems]
+    for sentence in check_problems([], problems): print(f"eval.py: {sentence}", file=sys.stderr)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    limits = config["max_new_tokens"], config["max_context_tokens"]
+    how = Sampling(("eval", options.seed), options.temperature, *limits, rows=64)
+    coach = judge.rules if own and not files else nobody
+    names, records = [agent.name for agent in pipeline.agents], {}
     with Sandbox(config["sandbox"], timeout=config["sandbox_timeout"]) as sandbox:
-        for title, folders in (("base", [base] * len(names)), ("trained", [f"{checkpoint}/{name}" for name in names])):
-            networks, tokenizers = zip(*map(load, folders))
-            arguments = tokenizers[0], problems, options.samples, judge.rules, sandbox, how
-            records[title] = evaluate(pipeline, dict(zip(names, networks)), *arguments)
-    figures = {title: summarise(records[title], names) for title in records}
-    figures["difference"] = compare(records["base"], records["trained"])
-    return dict(problems=len(problems), samples=options.samples, **figures)
+        for title, folders in systems.items():
+            loaded = {folder: load(folder, device, dtype) for folder in dict.fromkeys(folders)}  # each of them once
+            models, tokenizer = {n: loaded[f][0] for n, f in zip(names, folders)}, loaded[folders[0]][1]
+            records[title] = evaluate(pipeline, models, tokenizer, problems, options.samples, coach, sandbox, how)
+    figures = {title: summarise(part, names) for title, part in records.items()}
+    figures["files"] = {stem: {title: summarise([r for r in part if r["problem"].startswith(stem + "/")], names)
+                               for title, part in records.items()} for stem in files}
+    if "trained" in records: figures["difference"] = compare(records["base"], records["trained"])
+    return dict(problems=len(problems), samples=options.samples) | figures
 
 if __name__ == "__main__": main()

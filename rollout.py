@@ -160,10 +160,11 @@ def record(episode):
     actions = []
     for a in episode.actions:
         v, judged = a.verdict, isinstance(a.verdict, judge.Verdict)
+        failure = None if judged or v.kind == "none" else f"{v.kind}: {v.detail}"
         actions.append(dict(
             agent=a.agent, turn=a.turn, text=a.text, tokens=len(a.ids), truncated=a.truncated, status=a.status,
             observation=a.observation, score=v.score if judged else None, reason=v.reason if judged else None,
-            opinion=v.correct if judged else None, failure=None if judged else f"{v.kind}: {v.detail}"))
+            opinion=v.correct if judged else None, failure=failure))
     e, problem = episode, episode.problem
     return dict(index=e.index, problem=problem.id, question=problem.question, truth=problem.answer, sample=e.sample,
                 answer=e.answer, correct=e.correct, error=e.error, actions=actions)

@@ -1,8 +1,5 @@
 """judge.py: the offline coach blames the agent that caused the fault; grading is by value and never lenient."""
-import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -184,44 +181,6 @@ def test_an_unreadable_reply_is_asked_for_once_more():
     assert [v.kind for v in verdicts[2:]] == ["deadline", "verdict"]
     assert [len(c) for c in asked[1]] == [4, 4] and asked[1][0][2] == {"role": "assistant", "content": "no idea"}
     assert asked[1][0][1]["content"] in asked[1][0][3]["content"]
-
-
-class Scripted(BaseHTTPRequestHandler):
-    """An endpoint that does what the script of its server says, one entry a request; then it answers well."""
-
-    def log_message(self, *_):
-        pass
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.seen.append((self.path, dict(self.headers), json.loads(body)))
-        act = self.server.script.pop(0) if self.server.script else "SCORE: 7"
-        if act == "nothing":
-            return
-        if act == "hang":
-            self.server.released.wait(5)
-            return
-        status, headers = (act, {}) if isinstance(act, int) else act if isinstance(act, tuple) else (200, {})
-        choice = dict(index=0, message=dict(role="assistant", content=act), finish_reason="stop")
-        out = json.dumps(dict(id="1", object="chat.completion", created=1, model="m", choices=[choice],
-                              usage=dict(prompt_tokens=3, completion_tokens=4, total_tokens=7))).encode()  # fmt: skip
-        out = b"<html>" if act == "garbage" else b'{"choices": []}' if act == "empty" else out
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(out)))
-        self.end_headers()
-        self.wfile.write(out[:20] if act == "half" else out)
-
-
-@pytest.fixture
-def endpoint():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
-    server.script, server.seen, server.released = [], [], threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.released.set()
-    server.shutdown()
 
 
 def api(endpoint, **options):

@@ -201,3 +201,84 @@ def test_a_failing_coach_stops_the_run_with_everything_saved(base, tmp_path, mon
     assert "step 2: the coach failed on" in capfd.readouterr().err
     assert (tmp_path / "latest").read_text() == "step_000001\n"
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]
+
+
+# ---- The full-size pipeline, with a small model ------------------------------------------------------------------------------
+
+PROBLEMS = [{"prompt": f"What is {i} + {i}?", "answer": 2 * i} for i in range(1, 6)]
+MATH = ["--preset", "mathchat", "--train-subset", "0", "--steps", "2", "--problems", "2", "--train-batch", "2", "--lr",
+        "1e-4", "--max-new-tokens", "12", "--no-mask-truncated", "--eval-samples", "2"]  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A file to train on, one to evaluate on, and one that repeats a training problem."""
+    for name, part in (("train", PROBLEMS[:3]), ("eval", PROBLEMS[3:]), ("overlap", PROBLEMS[2:])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+    return {name: str(tmp_path / f"{name}.json") for name in ("train", "eval", "overlap")}
+
+
+def test_mathchat_with_a_coach_behind_an_api(base, files, tmp_path, endpoint, monkeypatch):
+    """The paper's pipeline and preset, small: problem files, a key from the environment, troubles of all kinds on the
+    way, counts in the metrics; no file of the run holds the key. The embedded model is no mathematician."""
+    monkeypatch.setenv("COACH_KEY", "sk-SECRET")
+    endpoint.script = ["SCORE: 1", 500, "garbage", "half", "nothing", 429, "no idea"]
+    out = tmp_path / "run"
+    options = [*MATH, "--model", str(base), "--train", files["train"], "--eval", files["eval"], "--judge", "api", "--max-failures",
+               "0.5", "--judge-url", f"http://127.0.0.1:{endpoint.server_port}/v1", "--judge-model", "m", "--judge-key-env",
+               "COACH_KEY", "--judge-cache", str(tmp_path / "cache"), "--out", str(out)]  # fmt: skip
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    endpoint.answer = lambda messages: "Fine.\nSCORE: 7, CORRECT: no" if "CORRECT" in messages[0]["content"] else "SCORE: 4"
+    assert train.main(options) == 0
+    first, second = lines(out / "metrics.jsonl")
+    assert first["agents"]["Solver"]["score"] == 4 and first["agents"]["Verifier"]["score"] == 7
+    assert first["judge"]["calls"] + first["judge"]["hits"] >= 12 and second["judge"]["p95"] is not None
+    action = lines(out / "episodes.jsonl")[-1]["actions"][-1]
+    assert (action["agent"], action["opinion"], action["reason"]) == ("Verifier", False, "Fine.")
+    for path in [*out.rglob("*"), *(tmp_path / "cache").iterdir()]:
+        assert path.is_dir() or b"SECRET" not in path.read_bytes()
+    assert all("TRUTH" not in str(body) for _, _, body in endpoint.seen)
+
+
+def test_mathchat_with_a_local_coach(base, files, tmp_path, monkeypatch, capfd):
+    """The same with a coach that model.py runs. This one speaks no verdicts: all are Failures, and the run says so."""
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    options = [*MATH, "--model", str(base), "--train", files["train"], "--judge", "local", "--judge-model", str(base)]
+    assert train.main([*options, "--out", str(tmp_path / "strict")]) == 1
+    assert "the coach failed on" in capfd.readouterr().err
+    assert train.main([*options, "--max-failures", "1", "--out", str(tmp_path / "patient")]) == 0
+    step = lines(tmp_path / "patient" / "metrics.jsonl")[-1]["agents"]["Solver"]
+    assert step["score"] is None and step["failures"] == 4 and step["grad_norm"] == 0
+    unmoved = load_file(tmp_path / "patient" / "step_000002" / "Solver" / "model.safetensors")
+    start = load_file(base / "model.safetensors")
+    assert all(torch.equal(unmoved[k], start[k]) for k in start)
+
+
+def test_bad_mathchat_input(base, files, tmp_path, endpoint, capfd, monkeypatch):
+    """FAULT 38, and the paper's leak: all of it before a model is loaded or a folder is claimed."""
+    api = ["--judge-url", f"http://127.0.0.1:{endpoint.server_port}/v1", "--judge-model", "m"]
+    given = [*MATH, "--model", str(base), "--train", files["train"], *api, "--out", str(tmp_path / "out")]
+    endpoint.script = [401]
+    cases = [
+        ([*given, "--eval", files["overlap"]], "also trained on, such as overlap/1: give --allow-repeats"),
+        ([*given, "--train", str(tmp_path / "none.json")], "cannot be read"),
+        ([*given, "--judge-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY, which --judge-key-env names, is empty"),
+        ([*given, "--judge", "rules"], "the rules coach knows the miniature only"),
+        ([*given, "--judge", "local", "--judge-model", ""], "needs --judge-model"),
+        ([*given, "--problems", "4"], "there are 3 only"),
+        (given, "status 401"),
+    ]
+    for options, message in cases:
+        assert train.main(options) == 2
+        errors = capfd.readouterr().err
+        assert message in errors and errors.count("\n") == 1, errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluating_a_model_on_files(base, files, capfd):
+    """eval.py on a folder: several files, no coach, one JSON object."""
+    options = ["--model", str(base), "--data", files["train"], files["eval"], "--samples", "2", "--temperature", "0.6"]
+    eval.main([*options, "--max-new-tokens", "12", "--json"])
+    figures = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert figures["problems"] == 5 and set(figures["files"]) == {"train", "eval"} and "difference" not in figures
+    assert figures["base"]["agents"]["Solver"] | {"score": None, "failures": 0} == figures["base"]["agents"]["Solver"]
