@@ -143,26 +143,28 @@ def defuse(text, tokenizer):
         text = text.replace(token, token[:1] + " " + token[1:])
     return text
 
-def render(tokenizer, agent, values):
-    """The ids of an agent's first context: system and user message in the model's chat template, ready to answer."""
+def render(tokenizer, agent, values, **template):
+    """The ids of an agent's first context: system and user message in the model's chat template, ready to answer.
+    template: switches that the template has, such as enable_thinking=False for Qwen3; others ignore them."""
     values = {name: defuse(text, tokenizer) for name, text in values.items()}
     # str.format looks at the template alone: braces in the values stay what they are
     messages = [{"role": "user", "content": agent.prompt.format(**values)}]
     if agent.role: messages.insert(0, {"role": "system", "content": agent.role.format(**values)})
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    options = dict(add_generation_prompt=True, tokenize=True, return_dict=False) | template
+    ids = tokenizer.apply_chat_template(messages, **options)
     # NOTE: templates write the BOS themselves; tokenizing their text afterwards would put a second one in front. (Later
     # ones are in order: SmolLM2's is <|im_start|>, which opens every message.)
     assert tokenizer.bos_token_id is None or ids[:2].count(tokenizer.bos_token_id) <= 1, "a prompt starts with two BOS"
     return ids
 
-def extend(tokenizer, context_ids, ids, observation):
+def extend(tokenizer, context_ids, ids, observation, **template):
     """The context of an agent's next turn: all ids of the last one, then the observation as a user message.
     NOTE: rendering the whole conversation again would not do. Decoding and encoding do not cancel out, and some
     templates rewrite history (Qwen3 drops earlier thinking), so the agent would be trained on what it never saw."""
     mark = "<reply>"
     conversation = [("user", "?"), ("assistant", mark), ("user", defuse(observation, tokenizer))]
     messages = [{"role": role, "content": content} for role, content in conversation]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **template)
     rest = tokenizer(text.split(mark, 1)[1], add_special_tokens=False)["input_ids"]
     # the template ends the reply with a terminator, which the action has already, unless it was truncated
     return context_ids + ids + (rest[1:] if rest[0] == ids[-1] else rest)
@@ -179,7 +181,8 @@ def head_and_tail(text, most):
     >>> head_and_tail("abcdefghij", 4)
     'ab\\n... 6 characters cut ...\\nij'"""
     half = most // 2
-    return text if len(text) <= most else f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
+    cut = f"\n... {len(text) - 2 * half} characters cut ...\n"
+    return text if len(text) <= most else text[:half] + cut + text[-half:]
 
 def show_math(result):
     """Tool output as the agents and the coach read it."""

@@ -123,6 +123,7 @@ def main(argv=None):
     parser.add_argument("--problems", type=int, default=200, help="the first so many problems of each file")
     parser.add_argument("--samples", type=int, default=2, help="samples of each problem")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--thinking", default="default", choices=("default", "on", "off"), help="likewise")
     parser.add_argument("--max-new-tokens", type=int, default=4096, help="with a model that is no run")
     parser.add_argument("--max-context-tokens", type=int, default=24_576, help="with a model that is no run")
     parser.add_argument("--seed", type=int, default=0)
@@ -147,8 +148,8 @@ def systems_of(options):
     require(folder and not (options.run and options.model), "give either --run or --model")
     if not options.run and not os.path.exists(os.path.join(folder, "metrics.jsonl")):
         names = [agent.name for agent in PIPELINES[options.pipeline].agents]
-        limits = dict(max_new_tokens=options.max_new_tokens, max_context_tokens=options.max_context_tokens)
-        how = dict(pipeline=options.pipeline, sandbox="landlock", sandbox_timeout=30.0) | limits
+        how = dict(pipeline=options.pipeline, thinking=options.thinking, max_new_tokens=options.max_new_tokens,
+                   max_context_tokens=options.max_context_tokens, sandbox="landlock", sandbox_timeout=30.0)
         return {"base": [folder] * len(names)}, how
     config = read_json(folder, "config.json", what="run folder")
     require(latest_checkpoint(folder), f"{folder} has no complete checkpoint yet")
@@ -170,7 +171,8 @@ def evaluate_systems(options):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     limits = config["max_new_tokens"], config["max_context_tokens"]
-    how = Sampling(("eval", options.seed), options.temperature, *limits, rows=64)
+    template = {} if config["thinking"] == "default" else {"enable_thinking": config["thinking"] == "on"}
+    how = Sampling(("eval", options.seed), options.temperature, *limits, rows=64, template=template)
     coach = judge.rules if own and not files else nobody
     names, records = [agent.name for agent in pipeline.agents], {}
     with Sandbox(config["sandbox"], timeout=config["sandbox_timeout"]) as sandbox:

@@ -374,6 +374,11 @@ def read_weights(folder):
             raise InputError(f"{os.path.join(folder, name)} is damaged: {error}") from None
     return weights
 
+PLAIN_CHAT = (  # for base models, whose folders have no template
+    "{{ bos_token }}{% for m in messages %}{{ '### ' + m.role + '\\n' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}")
+
 def hf_name(name):
     """The name in a Hugging Face file of one of our parameters.
     >>> hf_name("layers.0.mlp.up_proj.weight"), hf_name("lm_head.weight")
@@ -389,6 +394,7 @@ def load(path, device="cpu", dtype=torch.float32):
     hf = read_json(path, "config.json")
     model_config(hf)  # say what is unsupported before the slow parts
     tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN_CHAT
     eos = read_json(path, "generation_config.json", default={}).get("eos_token_id", hf.get("eos_token_id"))
     stop_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     if not stop_ids: raise InputError(f"{path} names no end-of-sequence token")

@@ -54,6 +54,7 @@ class Sampling:
     max_new_tokens: int = 32
     max_context_tokens: int = 512
     rows: int = 256  # contexts in one batch
+    template: dict = field(default_factory=dict)  # switches of the chat template
 
 def uniforms(stream, problem_id, sample_index, agent, turn, count):
     """One uniform number per token, in [0, 1), for one action.
@@ -117,9 +118,9 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how):
 def next_context(pipeline, agent, episode, turn, tokenizer, how):
     """The ids under which the agent acts next: rendered for its first turn, extended from its last one afterwards."""
     last = episode.actions[-1] if turn else None
-    if turn: return extend(tokenizer, last.context_ids, last.ids, last.observation)
+    if turn: return extend(tokenizer, last.context_ids, last.ids, last.observation, **how.template)
     values = handed_on(pipeline, episode.problem, episode.actions)
-    return render(tokenizer, agent, values | {"max_new_tokens": str(how.max_new_tokens)})
+    return render(tokenizer, agent, values | {"max_new_tokens": str(how.max_new_tokens)}, **how.template)
 
 def drop_too_long(episodes, contexts, agent, how):
     """End the episodes whose next context is over the limit, saying so; cutting it would hide what the agent missed."""
@@ -138,6 +139,8 @@ def reply(agent, turn, episodes, contexts, model, tokenizer, how):
         completions = sample(model, contexts[part], draws, how.max_new_tokens, how.temperature)
         for episode, context, c in zip(episodes[part], contexts[part], completions):
             text = tokenizer.decode(c.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            # some templates (R1-Distill) open the thinking part themselves: without its mark, thoughts would be answers
+            if tokenizer.decode(context[-4:]).rstrip().endswith("<think>"): text = "<think>" + text
             episode.actions.append(Action(agent.name, turn, context, c.ids, c.logprobs, c.truncated, text))
 
 def run_program(pipeline, episode, sandbox, workspace):

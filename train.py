@@ -73,6 +73,7 @@ class Config:
     weight_decay: float = 0.0  # decoupled (AdamW)
     max_grad_norm: float = 1.0  # gradients of one agent are scaled down to this global norm
     temperature: float = 1.0  # of sampling, and so of scoring
+    thinking: typing.Literal["default", "on", "off"] = "default"  # where the chat template has such a switch (Qwen3)
     max_new_tokens: int = 24  # generation limit of one action
     max_context_tokens: int = 512  # an episode ends early if an agent's context gets longer
     mask_truncated: bool = True  # leave actions that hit the generation limit out of the update
@@ -729,8 +730,9 @@ def networks(policies):
     return {name: policy.network for policy in policies for name in policy.agents}
 
 def sampling(config, stream):
+    template = {} if config.thinking == "default" else {"enable_thinking": config.thinking == "on"}
     limits = config.max_new_tokens, config.max_context_tokens
-    return Sampling(stream, config.temperature, *limits, config.sample_rows)
+    return Sampling(stream, config.temperature, *limits, config.sample_rows, template)
 
 def append_lines(path, objects):
     with open(path, "a", encoding="utf-8") as f: f.writelines(json.dumps(o) + "\n" for o in objects)

@@ -197,3 +197,35 @@ def test_the_papers_subset():
     np.random.choice(933, 512, replace=False)
     assert agents.subset(list(range(933)), 512, 42) == expected
     assert np.random.rand() == follows
+
+
+# ---- Chat templates ----------------------------------------------------------------------------------------------------
+
+SWITCHED = (  # as Qwen3's: thinking is switched off by an empty thinking part in the generation prompt
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+def test_thinking_can_be_switched_where_the_template_can():
+    """In an agent's first turn and in its later ones alike."""
+    tokenizer = model.tiny_tokenizer([*agents.PIECES, "<think>", "</think>"])
+    tokenizer.chat_template = SWITCHED
+    for switch, end in ((dict(enable_thinking=False), "<|assistant|><think></think>"), ({}, "<|assistant|>")):
+        context = agents.render(tokenizer, ARITHMETIC.agents[1], {"Solver": "1+2"}, **switch)
+        assert tokenizer.decode(context).endswith(end)
+        ids = tokenizer("3")["input_ids"] + [tokenizer.eos_token_id]
+        assert tokenizer.decode(agents.extend(tokenizer, context, ids, "error", **switch)).endswith("error<|end|>" + end)
+
+
+def test_a_model_without_a_template_gets_a_plain_one(tmp_path):
+    """Base models have none; both turns must work with ours, and the BOS stands once."""
+    network, tokenizer = model.tiny([chr(i) for i in range(32, 127)] + ["\n"])
+    tokenizer.chat_template = None
+    model.save(network, tokenizer, str(tmp_path))
+    _, tokenizer = model.load(str(tmp_path))
+    context = agents.render(tokenizer, ARITHMETIC.agents[1], {"Solver": "1+2"})
+    assert tokenizer.decode(context) == "### user\nCoder: 1+2\n\n### assistant\n"
+    ids = tokenizer("3")["input_ids"] + [tokenizer.eos_token_id]
+    more = agents.extend(tokenizer, context, ids, "error")[len(context) :]
+    assert tokenizer.decode(more) == "3<|end|>\n\n### user\nerror\n\n### assistant\n"

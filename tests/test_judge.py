@@ -272,3 +272,33 @@ def test_the_local_coach_is_greedy_and_in_order(base):
     assert len(replies) == 3 and replies == [local([talk])[0] for talk in talks]
     verdicts = judge.judge_by(local, [math_case() for _ in range(3)])
     assert all(isinstance(v, judge.Failure) for v in verdicts)  # it knows only sums
+
+
+PAIRS = [  # boxed answer, truth, equal in value?
+    ("7", "7", True), ("007", "7", True), ("7", "007", True), ("+7", "7", True), ("-7", "-7", True), ("-7", "7", False),
+    ("7.0", "7", True), ("7", "7.0", True), ("7.50", "7.5", True), (".5", "0.5", True), ("0.5", "1/2", True),
+    ("1/2", "2/4", True), ("-1/2", "1/-2", True), ("1/0", "1", False), ("0/5", "0", True), ("1 / 2", "0.5", True),
+    (r"\frac{1}{2}", "1/2", True), (r"\dfrac{10}{4}", "2.5", True), (r"\tfrac12", "0.5", True), (r"-\frac{3}{4}", "-0.75", True),
+    (r"\frac{1}{3}", "0.333", False), ("0.333", "1/3", False), ("0.33333333333333333333", "1/3", False),
+    ("3.14", r"\pi", False), (r"\pi", r"\pi", True), (r"2\pi", r"\pi", False), (r"\sqrt{2}", r"\sqrt{2}", True),
+    ("1,000", "1000", True), ("1,000,000", "1000000", True), ("1,00", "100", False), ("10,00", "1000", False),
+    ("1000", "1,000", True), ("12,5", "125", False), (r"1{,}000", "1000", True),
+    ("x = 7", "7", True), ("x=7", "7", True), ("n = -3", "-3", True), ("x = y", "y", False), ("7 = x", "7", False),
+    ("7 cm", "7", True), (r"7\text{ cm}", "7", True), (r"7 \mathrm{cm}", "7", True), ("7 square feet", "7", True),
+    ("7cm", "7", False), ("$7$", "7", True), ("7%", "7", True), (r"7\%", "7", True), ("$7.50", "7.5", True),
+    ("7.", "7", True), (r"\text{7}", "7", True), (r"\left( 1, 2 \right)", "(1,2)", True), ("(1,2)", "(2,1)", False),
+    ("[1, 2)", "[1,2)", True), ("A", "A", True), ("A", "B", False), ("a", "A", False), (r"\text{A}", "A", True),
+    ("7 or 8", "7", False), ("7, 8", "7", False), ("78", "7", False), ("7 8", "78", False), ("", "7", False),
+    ("1e3", "1000", False), ("2^{3}", "8", False), ("3!", "6", False), ("1_000", "1000", False), ("٧", "7", True),
+    ("0x10", "16", False), ("inf", "inf", True), ("nan", "0", False), ("-0", "0", True), ("142", "142.0", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer, truth, equal", PAIRS)
+def test_answers_are_equal_in_value_or_not_at_all(answer, truth, equal):
+    """Never more lenient than equality of values: a right answer missed costs a reward, a wrong one let through teaches."""
+    assert judge.grade_math(f"So it is \\boxed{{{answer}}}.", truth) is equal
+
+
+def test_the_tables_are_as_long_as_they_should_be():
+    assert len(REPLIES) >= 40 and len(PAIRS) >= 60

@@ -111,6 +111,16 @@ def test_a_context_over_the_limit_ends_the_episode_and_says_so(monkeypatch, sand
     assert not second.correct and not second.actions and "over 24" in second.error
 
 
+def test_thoughts_are_no_answers_where_the_template_opens_the_thinking(monkeypatch, sandbox):
+    """R1-Distill: the prompt ends with <think>, so the reply never holds that mark. A reply that was cut off while it
+    thought would be taken for an answer, and its drafts of programs would run."""
+    tokenizer = model.tiny_tokenizer([*agents.PIECES, "<think>", "</think>"])
+    tokenizer.chat_template = model.TINY_CHAT.replace("<|assistant|>", "<|assistant|><think>\n")
+    [e] = play(monkeypatch, sandbox, tokenizer, ["12+7", GOOD, "\\boxed{18}</think>\\boxed{19}"])
+    assert e.actions[1].text == "<think>" + GOOD and e.actions[1].status == ""
+    assert e.answer == "19"
+
+
 def test_no_workspace_is_left(monkeypatch, sandbox, tokenizer):
     """Also when the coach crashes in the middle."""
     made = []
