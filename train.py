@@ -95,6 +95,7 @@ class Config:
     warm_batch: int = 64  # demonstrations in each
     save_every: int = 50  # steps between checkpoints; the last step is always saved
     eval_problems: int = 200  # held-out problems before and after training; 0: no evaluation
+    eval_every: int = 0  # steps between evaluations in between, into evaluations.jsonl; 0: none
     eval_samples: int = 2  # samples of each
     eval_temperature: float = 1.0  # of sampling in evaluations
     sandbox: typing.Literal["landlock", "limits"] = "landlock"  # isolation of programs; limits is not safe
@@ -106,7 +107,7 @@ PRESETS = {"arithmetic": {}, "mathchat": dict(  # the defaults above; the paper'
     pipeline="mathchat", steps=128, problems=32, samples=2, train_batch=16, lr=1e-6, adam_eps=1e-8, max_new_tokens=4096,
     max_context_tokens=24_576, sandbox_timeout=30.0, micro_batch_tokens=16_384, gradient_checkpointing=True,
     save_every=32, sample_rows=64, warm_steps=0, judge="api", train_subset=512, eval_problems=10_000, eval_samples=4,
-    eval_temperature=0.6)}
+    eval_every=4, eval_temperature=0.6)}
 
 # what may change when a run goes on: none of these changes a number
 FREE_ON_RESUME = ("resume", "out", "preset", "save_every", "micro_batch_tokens", "gradient_checkpointing",
@@ -159,7 +160,7 @@ def saved_config(out, given):
 def check_config(c):
     """Raise InputError for values that make no sense, before anything slow has started."""
     from_zero = ("seed", "beta", "clip", "weight_decay", "warm_steps", "eval_problems", "train_subset",
-                 "train_subset_seed", "judge_budget_calls", "judge_budget_tokens")
+                 "train_subset_seed", "eval_every", "judge_budget_calls", "judge_budget_tokens")
     shares = ("lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2")
     for name, number in [(f.name, getattr(c, f.name)) for f in fields(c) if f.type in (int, float)]:
         if name in shares: bound, holds = "in 0 to 1", 0 <= number <= 1
@@ -658,7 +659,7 @@ def train(config):
         run = Run(config, pipeline, train, held_out, coach, api, tokenizer, reference, policies, sandbox)
         done = load_checkpoint(config.out, policies) if config.resume else 0
         if rank() == 0:
-            for name in ("metrics.jsonl", "episodes.jsonl"): cut_log(os.path.join(config.out, name), done)
+            for name in ("metrics", "episodes", "evaluations"): cut_log(os.path.join(config.out, name + ".jsonl"), done)
             size = sum(p.numel() for p in reference.parameters())
             print(f"{len(policies)} x {size:,} weights, {world()} x {device.type}, run folder {config.out}")
         before = held_out_figures(run, dict.fromkeys(networks(policies), reference), "before")
@@ -679,6 +680,10 @@ def steps_until_stop(run, done):
             scores = {n: "none" if a["score"] is None else f"{a['score']:.1f}" for n, a in metrics["agents"].items()}
             kl = max(a["kl"] for a in metrics["agents"].values())
             bar.set_postfix(accuracy=f"{metrics['accuracy']:.2f}", **scores, kl=f"{kl:.2f}")
+        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+            figures = held_out_figures(run, networks(run.policies), f"at step {step} of")
+            line = [dict(step=step) | figures] if figures and rank() == 0 else []
+            append_lines(os.path.join(out, "evaluations.jsonl"), line)
         stop = all_reduce(torch.tensor(asked.is_set(), dtype=torch.int), dist.ReduceOp.MAX).item()
         if stop or step % config.save_every == 0 or step == config.steps:
             save_checkpoint(out, step, run.policies, run.tokenizer)

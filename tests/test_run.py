@@ -207,7 +207,7 @@ def test_a_failing_coach_stops_the_run_with_everything_saved(base, tmp_path, mon
 
 PROBLEMS = [{"prompt": f"What is {i} + {i}?", "answer": 2 * i} for i in range(1, 6)]
 MATH = ["--preset", "mathchat", "--train-subset", "0", "--steps", "2", "--problems", "2", "--train-batch", "2", "--lr",
-        "1e-4", "--max-new-tokens", "12", "--no-mask-truncated", "--eval-samples", "2"]  # fmt: skip
+        "1e-4", "--max-new-tokens", "12", "--no-mask-truncated", "--eval-samples", "2", "--eval-every", "1"]  # fmt: skip
 
 
 @pytest.fixture
@@ -232,6 +232,8 @@ def test_mathchat_with_a_coach_behind_an_api(base, files, tmp_path, endpoint, mo
     assert train.main(options) == 0
     first, second = lines(out / "metrics.jsonl")
     assert first["agents"]["Solver"]["score"] == 4 and first["agents"]["Verifier"]["score"] == 7
+    [between] = lines(out / "evaluations.jsonl")
+    assert between["step"] == 1 and 0 <= between["accuracy"] <= 1
     assert first["judge"]["calls"] + first["judge"]["hits"] >= 12 and second["judge"]["p95"] is not None
     action = lines(out / "episodes.jsonl")[-1]["actions"][-1]
     assert (action["agent"], action["opinion"], action["reason"]) == ("Verifier", False, "Fine.")
