@@ -200,10 +200,11 @@ class ApiModel:
     honoured), until `deadline` seconds after the first try. Replies are kept in the folder `cache`, by the digest of
     the whole request. `calls` and `tokens` are the budget, 0 for none; past it all is a Failure. `key` is sent, and
     never printed or written."""
-    def __init__(self, url, name, key, cache="", calls=0, tokens=0, concurrency=8, timeout=60.0, deadline=180.0):
+    def __init__(self, url, name, key, cache="", calls=0, tokens=0, max_tokens=1024, concurrency=8, timeout=60.0,
+                 deadline=180.0):
         from huggingface_hub import InferenceClient
         self.client = InferenceClient(base_url=url, api_key=key or "none", timeout=timeout)
-        self.url, self.name, self.cache, self.deadline = url, name, cache, deadline
+        self.url, self.name, self.cache, self.max_tokens, self.deadline = url, name, cache, max_tokens, deadline
         self.budget, self.spent, self.lock = dict(calls=calls, tokens=tokens), Counter(), threading.Lock()
         self.pool, self.counts, self.seconds = ThreadPoolExecutor(concurrency), Counter(), []
 
@@ -212,7 +213,7 @@ class ApiModel:
 
     def ask(self, messages, fresh=False):
         """The reply to one conversation, from the cache if it is there, or a Failure."""
-        request = dict(model=self.name, messages=messages, temperature=0, max_tokens=1024)
+        request = dict(model=self.name, messages=messages, temperature=0, max_tokens=self.max_tokens)
         key = hashlib.sha256(json.dumps([self.url, request], sort_keys=True).encode()).hexdigest()
         path = Path(self.cache, key + ".json") if self.cache and not fresh else None
         if path and path.exists():
@@ -282,7 +283,7 @@ def retry_after(headers):
 
 class LocalModel:
     """A Hugging Face folder run by model.py, greedily and in batches, as `ask` of judge_by."""
-    def __init__(self, folder, device, dtype, max_new_tokens=512, rows=16):
+    def __init__(self, folder, device, dtype, max_new_tokens=1024, rows=16):
         self.network, self.tokenizer = model.load(folder, device, dtype)
         self.max_new_tokens, self.rows = max_new_tokens, rows
 

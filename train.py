@@ -85,8 +85,9 @@ class Config:
     judge_cache: str = ""  # API: folder for replies, so that no question is paid for twice; empty: none
     judge_budget_calls: int = 0  # API: calls that each process may make; 0: any number
     judge_budget_tokens: int = 0  # API: tokens that they may take; 0: any number
+    judge_max_tokens: int = 1024  # API, local: limit of one reply, thinking included; a reply cut off is a Failure
     judge_concurrency: int = 8  # API: calls at once, from each process
-    judge_deadline: float = 180.0  # API: seconds until a call that keeps failing is given up
+    judge_deadline: float = 180.0  # API: seconds until a call that keeps failing is given up; one try gets half
     sample_rows: int = 256  # contexts sampled in one batch, on each process
     micro_batch_tokens: int = 8192  # padded tokens in one forward and backward pass; changes memory and speed only
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more time
@@ -582,10 +583,12 @@ def make_coach(config, device, dtype):
     """(function from cases to verdicts, the ApiModel behind it or None). An API is asked one question first."""
     if config.judge == "rules": return judge.rules, None
     if config.judge == "local":
-        return partial(judge.judge_by, judge.LocalModel(config.judge_model, device, dtype)), None
+        local = judge.LocalModel(config.judge_model, device, dtype, config.judge_max_tokens)
+        return partial(judge.judge_by, local), None
     key, budget = os.environ.get(config.judge_key_env, ""), (config.judge_budget_calls, config.judge_budget_tokens)
+    limits = dict(timeout=config.judge_deadline / 2, deadline=config.judge_deadline)
     api = judge.ApiModel(config.judge_url, config.judge_model, key, config.judge_cache, *budget,
-                         concurrency=config.judge_concurrency, deadline=config.judge_deadline)
+                         config.judge_max_tokens, config.judge_concurrency, **limits)
     if rank() == 0: api.probe()
     return partial(judge.judge_by, api), api
 

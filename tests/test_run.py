@@ -245,7 +245,8 @@ def test_mathchat_with_a_coach_behind_an_api(base, files, tmp_path, endpoint, mo
 def test_mathchat_with_a_local_coach(base, files, tmp_path, monkeypatch, capfd):
     """The same with a coach that model.py runs. This one speaks no verdicts: all are Failures, and the run says so."""
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
-    options = [*MATH, "--model", str(base), "--train", files["train"], "--judge", "local", "--judge-model", str(base)]
+    options = [*MATH, "--model", str(base), "--train", files["train"], "--judge", "local", "--judge-model", str(base),
+               "--judge-max-tokens", "20"]  # fmt: skip
     assert train.main([*options, "--out", str(tmp_path / "strict")]) == 1
     assert "the coach failed on" in capfd.readouterr().err
     assert train.main([*options, "--max-failures", "1", "--out", str(tmp_path / "patient")]) == 0
