@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import model
-from agents import Agent, Problem, after_thinking, extract_program, require, value
+from agents import Agent, Problem, after_thinking, defuse, extract_program, require, value
 
 # ---- What goes in and what comes out ---------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ VERDICT = re.compile(rf"{MARKS}(?:final\s+)?score{MARKS}[:=]{MARKS}(-?\d+(?:\.\d
                      rf"{MARKS}[.,;|]?{MARKS}(?:correct{MARKS}[:=]{MARKS}(yes|no){MARKS}\.?{MARKS})?", re.IGNORECASE)
 
 def fenced(text):
-    """A text as material: it can neither close its fence nor open another one."""
-    return "<<<\n" + text.replace("<<<", "< < <").replace(">>>", "> > >") + "\n>>>"
+    """A text as material: it can neither close its fence nor open another one, nor hold special tokens of a model."""
+    return "<<<\n" + text.replace("<<<", "< < <").replace(">>>", "> > >").replace("<|", "< |") + "\n>>>"
 
 def coach_messages(case):
     """The chat messages that ask a language model for a verdict. The true answer is in them only if case.correct is."""
@@ -289,7 +289,8 @@ class LocalModel:
 
     def __call__(self, conversations):
         options = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
-        contexts = [self.tokenizer.apply_chat_template(c, **options) for c in conversations]
+        safe = [[m | {"content": defuse(m["content"], self.tokenizer)} for m in c] for c in conversations]
+        contexts = [self.tokenizer.apply_chat_template(c, **options) for c in safe]
         replies = []
         for start in range(0, len(contexts), self.rows):
             part = contexts[start : start + self.rows]

@@ -24,7 +24,7 @@ pipeline parallelism. Where the official code differs from the paper we follow t
     python train.py                                        # three tiny agents learn arithmetic on a laptop
     python train.py --reward outcome                       # the control: everyone is paid for the final answer only
     torchrun --standalone --nproc_per_node=8 train.py      # the same run on eight processes
-    python train.py --preset mathchat --model FOLDER_OR_ID --train FILE --judge api ...      # the paper's, see README"""
+    python train.py --preset mathchat --model FOLDER_OR_ID --train FILE --judge api ...    # the paper's, see README"""
 import argparse, contextlib, copy, inspect, json, math, os, random, re, shutil, signal, sys, threading, time, typing
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
