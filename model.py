@@ -79,30 +79,29 @@ class RMSNorm(nn.Module):
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-def rotary_frequencies(c, device):
-    """The angle per position of each pair of dimensions [D/2] in float32, theta^(-2i/D) unless positions are scaled,
+def rotary_periods(c, device):
+    """Positions for one radian, of each pair of dimensions [D/2] in float32: theta^(2i/D) unless positions are scaled;
     and a factor on cos and sin. Scaled: a context `factor` times as long is fitted into the angles of the original one,
     by slowing down all pairs (linear), or only those that turn seldom in it (llama3; yarn, arXiv 2309.00071)."""
     D, rope, factor = c.head_dim, c.rope, c.rope.get("factor", 1.0)
-    pair = torch.arange(D // 2, device=device, dtype=torch.float32)
-    frequency = rope["rope_theta"] ** (-2 * pair / D)
+    period = rope["rope_theta"] ** (torch.arange(0, D, 2, device=device, dtype=torch.float32) / D)
     context = rope.get("original_max_position_embeddings") or c.max_positions
     if rope["rope_type"] == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]  # turns within the original context
-        kept = ((context * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / factor), 1.0
+        kept = ((context / (2 * math.pi * period) - low) / (high - low)).clamp(0, 1)
+        return period / (kept + (1 - kept) / factor), 1.0
     if rope["rope_type"] == "yarn":
         fast, slow = (D * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))  # such a pair
                       for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1))
         first, last = max(math.floor(fast), 0), min(math.ceil(slow), D - 1)
-        kept = 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / factor), rope.get("attention_factor") or 0.1 * math.log(factor) + 1
-    return frequency / factor, 1.0  # linear, or no scaling: factor 1
+        kept = 1 - ((torch.arange(D // 2, device=device) - first) / max(last - first, 0.001)).clamp(0, 1)
+        return period / (kept + (1 - kept) / factor), rope.get("attention_factor") or 0.1 * math.log(factor) + 1
+    return period * factor, 1.0  # linear, or no scaling: factor 1
 
 def rotary_angles(positions, c):
     """cos and sin [B, T, 1, D] in float32 for explicit positions [B, T]."""
-    frequency, scale = rotary_frequencies(c, positions.device)
-    angles = positions[..., None].float() * frequency  # [B, T, D/2]
+    period, scale = rotary_periods(c, positions.device)
+    angles = positions[..., None].float() / period  # [B, T, D/2]
     angles = torch.cat([angles, angles], dim=-1)[:, :, None]  # [B, T, 1, D]; halves, not pairs, as in HF's layout
     return angles.cos() * scale, angles.sin() * scale
 
