@@ -171,8 +171,7 @@ def evaluate_systems(options):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     limits = config["max_new_tokens"], config["max_context_tokens"]
-    template = {} if config["thinking"] == "default" else {"enable_thinking": config["thinking"] == "on"}
-    how = Sampling(("eval", options.seed), options.temperature, *limits, rows=64, template=template)
+    how = Sampling(("eval", options.seed), options.temperature, *limits, rows=64, thinking=config["thinking"])
     coach = judge.rules if own and not files else nobody
     names, records = [agent.name for agent in pipeline.agents], {}
     with Sandbox(config["sandbox"], timeout=config["sandbox_timeout"]) as sandbox:

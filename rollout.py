@@ -54,7 +54,12 @@ class Sampling:
     max_new_tokens: int = 32
     max_context_tokens: int = 512
     rows: int = 256  # contexts in one batch
-    template: dict = field(default_factory=dict)  # switches of the chat template
+    thinking: str = "default"  # on, off, or as the chat template has it
+
+    @property
+    def template(self):
+        """The chat template's switches."""
+        return {} if self.thinking == "default" else {"enable_thinking": self.thinking == "on"}
 
 def uniforms(stream, problem_id, sample_index, agent, turn, count):
     """One uniform number per token, in [0, 1), for one action.

@@ -739,9 +739,8 @@ def networks(policies):
     return {name: policy.network for policy in policies for name in policy.agents}
 
 def sampling(config, stream):
-    template = {} if config.thinking == "default" else {"enable_thinking": config.thinking == "on"}
     limits = config.max_new_tokens, config.max_context_tokens
-    return Sampling(stream, config.temperature, *limits, config.sample_rows, template)
+    return Sampling(stream, config.temperature, *limits, config.sample_rows, config.thinking)
 
 def append_lines(path, objects):
     with open(path, "a", encoding="utf-8") as f: f.writelines(json.dumps(o) + "\n" for o in objects)

@@ -170,3 +170,9 @@ def test_every_turn_scores_as_it_was_sampled(sandbox, base):
     scored, _ = model.token_logprobs(network, [a.context_ids for a in actions], [a.ids for a in actions])
     sampled = torch.tensor([x for a in actions for x in a.logprobs])
     assert (scored.detach() - sampled).abs().max() < 1e-5
+
+
+def test_the_thinking_switch_reaches_the_template():
+    assert Sampling(("t",)).template == {}
+    assert Sampling(("t",), thinking="off").template == {"enable_thinking": False}
+    assert Sampling(("t",), thinking="on").template == {"enable_thinking": True}
