@@ -669,7 +669,7 @@ def train(config):
         before = held_out_figures(run, dict.fromkeys(networks(policies), reference), "before")
         if not steps_until_stop(run, done): return 130
         after = held_out_figures(run, networks(policies), "after")
-    if rank() == 0: report(before, after, config)
+    if rank() == 0: report(run, before, after)
     return 0
 
 def steps_until_stop(run, done):
@@ -755,10 +755,11 @@ def held_out_figures(run, models, when):
     if rank() == 0: print(f"held-out accuracy {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
     return figures
 
-def report(before, after, config):
+def report(run, before, after):
     """What a newcomer should see at the end: what was learned, and where to look next."""
+    config = run.config
     if after:
-        print(f"\nheld-out problems, {config.eval_samples} samples each")
+        print(f"\n{len(run.held_out)} held-out problems, {config.eval_samples} samples each")
         print_summary("before", before)
         print_summary("after ", after)
     print(f"every action, its score and the reason: {config.out}/episodes.jsonl; curves: {config.out}/metrics.jsonl")
