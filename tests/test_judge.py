@@ -213,6 +213,7 @@ def test_lasting_trouble_is_not(endpoint, trouble, kind):
 
 
 def test_a_deadline_ends_all_tries(endpoint):
+    """FAULT 2. Symptom: other ranks time out in a collective while one waits for its coach. Guard: every wait has an end."""
     endpoint.script = [500] * 100
     started = time.monotonic()
     failure = api(endpoint, deadline=1.5).ask(QUESTION)

@@ -1,6 +1,8 @@
 """The sandbox under attack: what a program must not reach, what must not survive it, what must still work.
 
-Every attack is run for real, so the whole file skips where the kernel has no Landlock.
+FAULT 36 and what else an exploring policy does. Symptom: the trainer hangs, zombies pile up, or a time limit by signals
+does nothing outside the main thread. Guard: processes apart, ended by descent, from any thread. Every attack is run for
+real, so the whole file skips where the kernel has no Landlock.
 """
 import ctypes
 import importlib.util
