@@ -285,3 +285,18 @@ def test_evaluating_a_model_on_files(base, files, capfd):
     figures = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert figures["problems"] == 5 and set(figures["files"]) == {"train", "eval"} and "difference" not in figures
     assert figures["base"]["agents"]["Solver"] | {"score": None, "failures": 0} == figures["base"]["agents"]["Solver"]
+
+
+def test_a_spent_budget_stops_the_run_cleanly(base, files, tmp_path, endpoint, monkeypatch, capfd):
+    """FAULT 34: after the first step's verdicts the calls are spent. The second step is not trained on what is left; the
+    state before it is saved, and with a larger budget the run goes on, which is no change of the experiment."""
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    endpoint.answer = lambda messages: "SCORE: 4, CORRECT: no" if "CORRECT" in messages[0]["content"] else "SCORE: 4"
+    out = tmp_path / "run"
+    options = [*MATH, "--eval-every", "0", "--model", str(base), "--train", files["train"], "--judge-url",
+               f"http://127.0.0.1:{endpoint.server_port}/v1", "--judge-model", "m", "--out", str(out)]  # fmt: skip
+    assert train.main([*options, "--judge-budget-calls", "16"]) == 1
+    assert "step 2: the coach failed on" in (errors := capfd.readouterr().err) and "budget: 16 calls" in errors
+    assert saved_step(out) == 1
+    assert train.main(["--out", str(out), "--resume", "--judge-budget-calls", "0"]) == 0
+    assert saved_step(out) == 2 and [line["step"] for line in lines(out / "metrics.jsonl")] == [1, 2]
