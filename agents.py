@@ -115,14 +115,20 @@ def load_problems(path):
     require(len(set(ids)) == len(ids), f"{path}: the id {max(ids, key=ids.count)} stands there more than once")
     return problems
 
+def question_key(problem):
+    """What two problems share that ask the same: the question, case and spacing aside."""
+    return " ".join(problem.question.lower().split())
+
 def repeated(problems, others=None):
     """The problems whose question, case and spacing aside, stands before them in the list; or in `others`, if given.
     >>> a, b, c = (Problem(str(i), text, "1") for i, text in enumerate(["What is  1?", "what is 1?", "And 2?"]))
     >>> [p.id for p in repeated([a, b, c])], [p.id for p in repeated([a, a], others=[b, c])], repeated([a, c])
     (['1'], ['0', '0'], [])"""
-    keys = [" ".join(p.question.lower().split()) for p in problems]
-    elsewhere = {" ".join(p.question.lower().split()) for p in others or ()}
-    return [p for i, (p, key) in enumerate(zip(problems, keys)) if key in (keys[:i] if others is None else elsewhere)]
+    seen, found = {question_key(p) for p in others or ()}, []
+    for p in problems:
+        if question_key(p) in seen: found.append(p)
+        if others is None: seen.add(question_key(p))
+    return found
 
 def check_problems(train, evaluation):
     """A sentence for each way in which problems repeat: within train, within evaluation, or from one to the other."""

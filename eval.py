@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import judge
 from agents import PIPELINES, InputError, Sandbox, check_problems, load_problems, require
-from model import load, read_json
+from model import compute_dtype, load, read_json
 from rollout import Sampling, gather, make_jobs, record, run_episodes
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def main(argv=None):
     parser.add_argument("--problems", type=int, default=200, help="the first so many problems of each file")
     parser.add_argument("--samples", type=int, default=2, help="samples of each problem")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--thinking", default="default", choices=("default", "on", "off"), help="likewise")
+    parser.add_argument("--thinking", default="default", choices=("default", "on", "off"), help="model that is no run")
     parser.add_argument("--max-new-tokens", type=int, default=4096, help="with a model that is no run")
     parser.add_argument("--max-context-tokens", type=int, default=24_576, help="with a model that is no run")
     parser.add_argument("--seed", type=int, default=0)
@@ -169,13 +169,13 @@ def evaluate_systems(options):
     problems = [p for part in files.values() for p in part] if files else own("held-out")[: options.problems]
     for sentence in check_problems([], problems): print(f"eval.py: {sentence}", file=sys.stderr)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     limits = config["max_new_tokens"], config["max_context_tokens"]
     how = Sampling(("eval", options.seed), options.temperature, *limits, rows=64, thinking=config["thinking"])
     coach = judge.rules if own and not files else nobody
     names, records = [agent.name for agent in pipeline.agents], {}
     with Sandbox(config["sandbox"], timeout=config["sandbox_timeout"]) as sandbox:
         for title, folders in systems.items():
+            dtype = compute_dtype(device)
             loaded = {folder: load(folder, device, dtype) for folder in dict.fromkeys(folders)}  # each of them once
             models, tokenizer = {n: loaded[f][0] for n, f in zip(names, folders)}, loaded[folders[0]][1]
             records[title] = evaluate(pipeline, models, tokenizer, problems, options.samples, coach, sandbox, how)

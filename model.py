@@ -149,6 +149,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x, angles, positions, cache, layer):
+        """x [B, T, H], angles of rotary_angles, positions [B, T] -> [B, T, H]; writes the cache, if there is one."""
         B, T, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, self.heads, self.head_dim))
         k = self.k_norm(self.k_proj(x).view(B, T, self.kv_heads, self.head_dim))
@@ -383,6 +384,10 @@ def hf_name(name):
     >>> hf_name("layers.0.mlp.up_proj.weight"), hf_name("lm_head.weight")
     ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')"""
     return name if name.startswith("lm_head") else "model." + name
+
+def compute_dtype(device):
+    """The dtype of weights for sampling and scoring: bfloat16 on a GPU, else float32 (see the table in train.py)."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 def load(path, device="cpu", dtype=torch.float32):
     """Load (model, tokenizer) from a Hugging Face folder, or from a hub id, which is downloaded.

@@ -608,15 +608,12 @@ class Run:
     sandbox: Sandbox
 
 def open_run(config):
-    """Claim the run folder and write config.json into it, unless the run goes on."""
-    path = os.path.join(config.out, "config.json")
+    """Claim the run folder by writing config.json into it, unless the run goes on."""
     if config.resume: return
-    free = not os.path.exists(path)
-    require(free, f"{config.out} holds another run: give another --out, or --resume to go on with it")
-    barrier()  # every process has looked before one writes
     try:
         os.makedirs(config.out, exist_ok=True)
-        if rank() == 0: write_atomically(path, json.dumps(asdict(config), indent=1))
+        text = json.dumps(asdict(config), indent=1)
+        if rank() == 0: write_atomically(os.path.join(config.out, "config.json"), text)
     except OSError as error:
         raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
 
@@ -647,9 +644,12 @@ def problems_of_step(problems, step, count, seed):
 
 def train(config):
     """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
+    # looked at before the processes meet: none of them can have written into the folder yet
+    free = config.resume or not os.path.exists(os.path.join(config.out, "config.json"))
+    require(free, f"{config.out} holds another run: give another --out, or --resume to go on with it")
     device, pipeline = start_processes(config), PIPELINES[config.pipeline]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    (train, held_out), (coach, api) = read_problems(config), make_coach(config, device, dtype)
+    dtype = model.compute_dtype(device)
+    (problems, held_out), (coach, api) = read_problems(config), make_coach(config, device, dtype)
     with Sandbox(config.sandbox, cores=own_cores(), timeout=config.sandbox_timeout) as sandbox:
         if config.model:
             start = model.load(config.model, device, dtype)  # before the folder is claimed: the model may be missing
@@ -660,7 +660,7 @@ def train(config):
         reference, tokenizer = start
         policies = make_policies(reference, pipeline, config)
         reference.requires_grad_(False)
-        run = Run(config, pipeline, train, held_out, coach, api, tokenizer, reference, policies, sandbox)
+        run = Run(config, pipeline, problems, held_out, coach, api, tokenizer, reference, policies, sandbox)
         done = load_checkpoint(config.out, policies) if config.resume else 0
         if rank() == 0:
             for name in ("metrics", "episodes", "evaluations"): cut_log(os.path.join(config.out, name + ".jsonl"), done)
@@ -686,8 +686,8 @@ def steps_until_stop(run, done):
             bar.set_postfix(accuracy=f"{metrics['accuracy']:.2f}", **scores, kl=f"{kl:.2f}")
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
             figures = held_out_figures(run, networks(run.policies), f"at step {step} of")
-            line = [dict(step=step) | figures] if figures and rank() == 0 else []
-            append_lines(os.path.join(out, "evaluations.jsonl"), line)
+            if figures and rank() == 0:
+                append_lines(os.path.join(out, "evaluations.jsonl"), [dict(step=step) | figures])
         stop = all_reduce(torch.tensor(asked.is_set(), dtype=torch.int), dist.ReduceOp.MAX).item()
         if stop or step % config.save_every == 0 or step == config.steps:
             save_checkpoint(out, step, run.policies, run.tokenizer)
