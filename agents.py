@@ -1,14 +1,16 @@
 """agents.py: who works on a problem, in which order, what each agent sees, and what it may do.
 
-Part of the paper: its multi-agent workflows (MathChat: Problem Solver -> Code Executor -> Verifier) and a miniature
-twin for the embedded model (arithmetic: Solver -> Coder -> Verifier). An agent's prompt is rendered to token ids once,
-by the tokenizer's chat template; a further turn extends those ids and is never rendered again from text.
+Part of the paper: its two multi-agent workflows, MathChat (Problem Solver -> Code Executor -> Verifier) and DSBench
+(Data Engineer -> Modeler -> Analyst, with files that pass through a workspace), and a miniature twin of each for the
+embedded model: arithmetic and tables. An agent's prompt is rendered to token ids once, by the tokenizer's chat
+template; a further turn extends those ids and is never rendered again from text.
 Also here: the one tool that agents have, a Python sandbox (second half of the file). That is why this file imports the
 standard library only: started as a script, it is the sandbox's small server process.
-What we leave out: agents that talk in free order, tools other than Python, and the paper's DSBench workflow.
-See prompts:  python -c "import agents; agents.show_prompts('arithmetic')"  (or those of mathchat)"""
-import atexit, ctypes, errno, gc, glob, hashlib, importlib, json, linecache, math, os, platform, queue, random, re
-import resource, select, signal, socket, stat, struct, subprocess, sys, tempfile, threading, time, traceback, types
+What we leave out: agents that talk in free order, and tools other than Python.
+See prompts:  python -c "import agents; agents.show_prompts('arithmetic')"  (or those of mathchat, dsbench, tables)"""
+import atexit, csv, ctypes, errno, gc, glob, hashlib, importlib.util, itertools, json, linecache, math, os
+import platform, queue, random, re, resource, select, shutil, signal, socket, stat, struct, subprocess, sys, tempfile
+import threading, time, traceback, types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,28 +24,38 @@ def require(condition, sentence):
     if not condition: raise InputError(sentence)
 
 def digest(*parts):
-    """A number in [0, 2^64) that depends on nothing but the parts.
-    Python's hash() is salted per process for strings: ranks would disagree and a resumed run would draw other numbers.
-    >>> digest("seed", 1) == digest("seed", 1), digest("seed", 1) == digest("seed", 2)
-    (True, False)"""
+    """A number in [0, 2^64) that depends on the parts alone. (Python's hash() of strings is salted in each process.)"""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 # ---- Problems, agents, pipelines -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
+class Table:
+    """The files of a data-analysis task, each as its bytes or as the Path where it lies."""
+    kind: str  # classification or regression
+    id_column: str
+    targets: tuple  # the names of the columns to predict
+    train: bytes | Path  # train.csv of every workspace
+    test: bytes | Path  # test.csv of every workspace
+    answers: bytes | Path  # ids and true targets: read when a submission is graded, never in a workspace
+    schema: tuple = ()  # tables only: kind, target, id column, number columns, word column, for the offline coach
+
+@dataclass(frozen=True)
 class Problem:
     id: str  # unique within a file or a generator; part of the seed of every action
     question: str
-    answer: str  # the truth: never in a prompt, never in a workspace
+    answer: str = ""  # the truth: never in a prompt, never in a workspace
     expression: str = ""  # arithmetic only: a right plan, for the offline coach
+    table: Table | None = None  # data analysis only
 
 @dataclass(frozen=True)
 class Agent:
     name: str
-    prompt: str  # template of the user message; {problem}, {NAME} and {NAME_output} of earlier agents are filled in
+    prompt: str  # template of the user message; {problem}, {files}, and earlier agents' {NAME}, {NAME_output} go in
     role: str = ""  # template of the system message
     max_actions: int = 1
     uses_tools: bool = False  # the code blocks of its reply run as one program
-    coach_sees_truth: bool = False  # only then is the coach shown the true answer
+    coach_sees_truth: bool = False  # only then is the coach shown the true answer, or how good the submission is
+    must_write: tuple = ()  # files that it must leave in the workspace; while one is missing it may act again
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -52,6 +64,8 @@ class Pipeline:
     show: Callable  # Result of a program -> the observation text that agents and coach see
     pass_thinking: bool = True  # False: what other agents and the coach get lacks the thinking part
     problems: Callable | None = None  # split -> list of Problem; None: they come from files
+    show_files: Callable | None = None  # what Sandbox.list_files found -> text
+    preload: tuple = ()  # modules that its programs find imported already, where they are installed
     pieces: tuple = ()  # vocabulary of the embedded model
     demonstration: Callable | None = None  # random.Random -> Demonstration for the embedded model's warm start
 
@@ -79,55 +93,105 @@ def extract_program(text):
     programs = [code for language, code in blocks if language.lower() in ("", "python", "python3", "py")]
     return "\n".join(programs) if programs else None
 
-def handed_on(pipeline, problem, actions):
-    """What prompts may show of an episode so far: name -> text, from each agent's last action."""
-    values = {"problem": problem.question}
+def handed_on(pipeline, problem, actions, files=()):
+    """What prompts may show of an episode so far: name -> text, from each agent's last action, and the files there."""
+    values = {"problem": problem.question} | ({"files": pipeline.show_files(files)} if pipeline.show_files else {})
     for action in actions:
         values[action.agent] = action.text if pipeline.pass_thinking else after_thinking(action.text)
         values[action.agent + "_output"] = action.observation or "no program was run"
     return values
 
 # ---- Problem files ---------------------------------------------------------------------------------------------------
-def load_problems(path):
-    """The Problems of a JSON list, or of JSON lines: objects with a prompt (or problem, or question), an answer (text
-    or number), and perhaps an id. Ids get the file's name in front, so that no two files share one.
-    Raises InputError, which names the file, the line or the entry, and what is wrong with it."""
+def read_json(folder, name, default=None, what="model folder"):
+    """The content of a JSON file of a folder; `default`, if there is one, where the file is absent."""
+    path = os.path.join(folder, name)
+    if default is not None and not os.path.exists(path): return default
+    try:
+        with open(path, encoding="utf-8") as f: return json.load(f)
+    except FileNotFoundError: raise InputError(f"{folder} is not a {what}: it has no {name}") from None
+    except (OSError, ValueError) as error: raise InputError(f"{path} cannot be read: {error}") from None
+
+def read_entries(path):
+    """The objects of a JSON list, or of JSON lines. Raises InputError, which names the file and the line."""
     try:
         with open(path, encoding="utf-8") as f: text = f.read()
     except (OSError, UnicodeDecodeError) as error: raise InputError(f"{path} cannot be read: {error}") from None
-    whole = text.lstrip().startswith("[")
-    entries, stem = [], Path(path).stem
+    whole, entries = text.lstrip().startswith("["), []
     for number, part in enumerate([text] if whole else text.splitlines(), 1):
         try: entries += json.loads(part) if whole else [json.loads(part)] if part.strip() else []
         except ValueError as error:
             line = getattr(error, "lineno", 1) if whole else number
             raise InputError(f"{path}, line {line}: this is not JSON ({error})") from None
-    problems = []
-    for number, entry in enumerate(entries, 1):
-        entry = entry if isinstance(entry, dict) else {}
+    return [entry if isinstance(entry, dict) else {} for entry in entries]
+
+def load_problems(path, root="", texts="", allow_missing=False):
+    """The Problems of a JSON list, or of JSON lines: objects with a prompt (or problem, or question), an answer (text
+    or number), and perhaps an id; or DSBench's, see load_task(). Ids get the file's name in front. Raises InputError,
+    which names the file, the entry, and what is wrong with it. root, texts, allow_missing: see train.Config."""
+    stem, problems, absent = Path(path).stem, [], []
+    texts = read_json("", texts) if texts else {}
+    for number, entry in enumerate(read_entries(path), 1):
         question, answer = entry.get("prompt") or entry.get("problem") or entry.get("question"), entry.get("answer")
+        meta = entry.get("metadata")
+        if isinstance(question, str) and isinstance(meta, dict) and "train_file" in meta:
+            task = load_task(f"{path}, entry {number}", stem, question, meta, root, texts.get(meta.get("task_id"), {}))
+            (problems if isinstance(task, Problem) else absent).append(task)
+            continue
         readable = isinstance(question, str) and type(answer) in (str, int, float) and str(answer).strip()
         require(readable, f"{path}, entry {number}: a prompt and an answer are needed, as text or number")
         answer = int(answer) if isinstance(answer, float) and answer.is_integer() else answer
         problems.append(Problem(f"{stem}/{entry.get('id', number)}", question, str(answer)))
+    missing = f"{path}: the data of {len(absent)} tasks are absent: {'; '.join(absent)}"
+    require(not absent or allow_missing, f"{missing} (--allow-missing leaves them out)")
+    if absent: print(missing, file=sys.stderr)
     ids = [problem.id for problem in problems]
-    require(problems, f"{path} holds no problems")
+    require(problems, f"{path} holds no problems" + (" whose data are there" if absent else ""))
     require(len(set(ids)) == len(ids), f"{path}: the id {max(ids, key=ids.count)} stands there more than once")
     return problems
 
-def question_key(problem):
-    """What two problems share that ask the same: the question, case and spacing aside."""
-    return " ".join(problem.question.lower().split())
+def load_files(paths, pipeline, **how):
+    """file name without its ending -> its Problems, of several files. The name leads their ids: no two may share it."""
+    stems = [Path(path).stem for path in paths]
+    for stem in stems: require(stems.count(stem) == 1, f"two problem files are named {stem}: rename one")
+    files = {stem: load_problems(path, **how) for stem, path in zip(stems, paths)}
+    odd = [p.id for part in files.values() for p in part if (p.table is None) != (pipeline.show_files is None)]
+    require(not odd, f"{len(odd)} problems, such as {''.join(odd[:1])}, are not of the {pipeline.name} pipeline's kind")
+    return files
+
+def csv_head(path):
+    """The names of the columns of a CSV file, and its first row."""
+    with open(path, encoding="utf-8-sig", newline="") as f: rows = [*itertools.islice(csv.reader(f), 2)]
+    return (rows + [[], []])[:2]
+
+def load_task(where, stem, prompt, meta, root, text):
+    """One of DSBench's modeling tasks as a Problem, or what is absent of its data, in words. NOTE: some published types
+    and columns are wrong: columns must stand in the answers, and those of a regression must be numbers."""
+    require({"task_id", "train_file", "test_file", "answer_dir"} <= set(meta), f"{where}: its metadata lack paths")
+    train, test, folder = (Path(root, meta[name]) for name in ("train_file", "test_file", "answer_dir"))
+    answers = next(iter([*folder.glob("test_answer.csv"), *sorted(folder.glob("*.csv"))]), folder / "test_answer.csv")
+    lacking = [str(file) for file in (train, test, answers) if not file.is_file()]
+    if lacking: return f"{meta['task_id']} (no {lacking[0]})"
+    names, first = csv_head(answers)
+    id_column = text.get("id_column") if text.get("id_column") in names else (names or [""])[0]
+    targets = text.get("target_column", [])
+    targets = [targets] if isinstance(targets, str) else targets
+    if not targets or not set(targets) <= set(names): targets = [n for n in csv_head(train)[0] if n in names]
+    targets = tuple(name for name in targets if name != id_column)
+    require(targets and first, f"{where}: {answers} has no column to predict")
+    numeric = all(re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", first[names.index(name)]) for name in targets)
+    claimed = (text.get("task_type") or meta.get("data_type")) == "regression"
+    kind = "regression" if claimed and numeric else "classification"
+    columns = ", ".join([id_column, *targets])
+    question = f"{text.get('cleaned_prompt') or prompt}\n\nsubmission.csv must have exactly these columns: {columns}."
+    return Problem(f"{stem}/{meta['task_id']}", question, table=Table(kind, id_column, targets, train, test, answers))
 
 def repeated(problems, others=None):
-    """The problems whose question, case and spacing aside, stands before them in the list; or in `others`, if given.
-    >>> a, b, c = (Problem(str(i), text, "1") for i, text in enumerate(["What is  1?", "what is 1?", "And 2?"]))
-    >>> [p.id for p in repeated([a, b, c])], [p.id for p in repeated([a, a], others=[b, c])], repeated([a, c])
-    (['1'], ['0', '0'], [])"""
-    seen, found = {question_key(p) for p in others or ()}, []
+    """The problems whose question, case and spacing aside, stands before them in the list; or in `others`, if given."""
+    key, found = lambda problem: " ".join(problem.question.lower().split()), []
+    seen = {key(p) for p in others or ()}
     for p in problems:
-        if question_key(p) in seen: found.append(p)
-        if others is None: seen.add(question_key(p))
+        if key(p) in seen: found.append(p)
+        if others is None: seen.add(key(p))
     return found
 
 def check_problems(train, evaluation):
@@ -145,8 +209,7 @@ def subset(problems, count, seed):
 # ---- From text to token ids ------------------------------------------------------------------------------------------
 def defuse(text, tokenizer):
     """Break up what would become a special token, so that an agent cannot end another one's prompt by writing one."""
-    for token in tokenizer.all_special_tokens:
-        text = text.replace(token, token[:1] + " " + token[1:])
+    for token in tokenizer.all_special_tokens: text = text.replace(token, token[:1] + " " + token[1:])
     return text
 
 def render(tokenizer, agent, values, **template):
@@ -176,11 +239,10 @@ def extend(tokenizer, context_ids, ids, observation, **template):
     return context_ids + ids + (rest[1:] if rest[0] == ids[-1] else rest)
 
 # ---- MathChat: competition mathematics with a real model -------------------------------------------------------------
-MATH_TEAM = (
-    "You are one of three agents who solve a competition problem together, one after another: the Problem Solver works "
-    "out the mathematics, the Code Executor checks it with a Python program, and the Verifier states the final answer. "
-    "The team succeeds only if the Verifier's final answer is right. Whatever you write, thinking included, is cut off "
-    "after {max_new_tokens} tokens.\n\n")
+MATH_TEAM = ("You are one of three agents who solve a competition problem together, one after another: the Problem "
+    "Solver works out the mathematics, the Code Executor checks it with a Python program, and the Verifier states the "
+    "final answer. The team succeeds only if the Verifier's final answer is right. Whatever you write, thinking "
+    "included, is cut off after {max_new_tokens} tokens.\n\n")
 
 def head_and_tail(text, most):
     """The text, cut in the middle to about `most` characters: what a program was about, and the traceback at its end.
@@ -204,8 +266,44 @@ MATHCHAT = Pipeline("mathchat", show=show_math, agents=(
           "network. If it fails, you see the error and may write it once more.", max_actions=2, uses_tools=True),
     Agent("Verifier", "Problem:\n{problem}\n\nThe Code Executor's work:\n{Coder}\n\n{Coder_output}", MATH_TEAM +
           "You are the Verifier. Compare what the Code Executor wrote with what its program printed, decide what the "
-          "answer is, and put it alone into \\boxed{{}} at the end of your reply.", coach_sees_truth=True),
-))
+          "answer is, and put it alone into \\boxed{{}} at the end of your reply.", coach_sees_truth=True)))
+
+# ---- DSBench: data analysis with tools. Files pass through the workspace, and blame follows them ---------------------
+LIBRARIES = ", ".join(name for name in ("numpy", "pandas", "sklearn", "lightgbm", "xgboost")
+                      if importlib.util.find_spec(name)) or "none"  # those for data analysis that this Python has
+
+def show_files(files):
+    """What Sandbox.list_files found, as agents and coach read it: lines like "test.csv: 1,234 bytes, 40 x 2"."""
+    return "\n".join(f"{name}: {size:,} bytes{', ' * bool(shape) + shape}" for name, size, shape in files) or "(none)"
+
+DATA_TEAM = ("You are one of three agents who solve a data-analysis task in one folder, one after another: the "
+    "Engineer turns train.csv and test.csv into features, the Modeler fits a model to them, and the Analyst uses both "
+    "to write submission.csv. The team succeeds only if that is valid: one row for each row of test.csv, with the "
+    "columns that the task names; and the closer its predictions are to the hidden truth, the better. Files stay in "
+    "the folder; apart from them only an agent's last message, without its thinking, reaches the next one.\nTo act, "
+    "write one Python program in a ```python block. It runs in the folder for at most 60 seconds, without a network. "
+    "You then see what it printed and which files are there, and may act again, four times in all, until your program "
+    "succeeds and the files asked of you are there. Whatever you write, thinking included, is cut off after "
+    "{max_new_tokens} tokens. Libraries: " + LIBRARIES + ".\n\n")
+TASK = "The task:\n{problem}\n\nThe files in the folder (rows x columns of CSV files, header not counted):\n{files}"
+LAST = "\n\nThe {0}'s last message:\n{{{0}}}\n\nWhat its program answered:\n{{{0}_output}}"
+
+DSBENCH = Pipeline("dsbench", show=show_math, show_files=show_files, pass_thinking=False, preload=(
+    "numpy", "pandas", "sklearn.ensemble", "sklearn.linear_model", "sklearn.preprocessing", "sklearn.model_selection",
+    "sklearn.pipeline", "sklearn.compose", "sklearn.impute", "sklearn.metrics"), agents=(
+    Agent("Engineer", TASK, DATA_TEAM + "You are the Engineer. Fit every transformation to the training rows alone "
+          "(missing values, categories, scales), apply it to both files, leave out columns that carry no information, "
+          "such as ids, and pickle the results: X_train.pkl, y_train.pkl and X_test.pkl, with rows in the order of the "
+          "CSV files, and every fitted transformer that is needed to undo a change of the target.", max_actions=4,
+          uses_tools=True, must_write=("X_train.pkl", "y_train.pkl", "X_test.pkl")),
+    Agent("Modeler", TASK + LAST.format("Engineer"), DATA_TEAM + "You are the Modeler. Load X_train.pkl and "
+          "y_train.pkl, compare models that suit the task by cross-validation, fit the best to all rows, and pickle it "
+          "as model.pkl. Its predict must work on X_test.pkl as it is.", max_actions=4, uses_tools=True,
+          must_write=("model.pkl",)),
+    Agent("Analyst", TASK + LAST.format("Modeler"), DATA_TEAM + "You are the Analyst. Load model.pkl and X_test.pkl, "
+          "predict (probabilities where the task's measure asks for them), take the ids from test.csv, write "
+          "submission.csv, and check that it has the right rows, columns and no missing values.", max_actions=4,
+          uses_tools=True, must_write=("submission.csv",), coach_sees_truth=True)))
 
 # ---- Arithmetic: the miniature twin. Each agent sees what the one before it hands on, so that a fault has one cause --
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Lea", "Sam", "Mia")
@@ -219,9 +317,9 @@ STORIES = (  # story, right expression
     ("{name} has {a} boxes of {b} {thing} and buys {c} more.", "{a}*{b}+{c}"),
     ("{name} has {a} boxes of {b} {thing} and loses {c}.", "{a}*{b}-{c}"))
 PIECES = (
-    *"0123456789+-*,.) ", *NAMES, *(" " + thing for thing in THINGS),
-    *(" has", " and", " buys", " more", " loses", " boxes", " of"),
-    *("Solver: ", "Coder: ", "Verifier: ", "\n", "```python\n", "print(", "\n```", "\\boxed{", "}", "error", "nothing"))
+    *"0123456789+-*,.) ", *NAMES, *(" " + thing for thing in THINGS), " has", " and", " buys", " more", " loses",
+    " boxes", " of", "Solver: ", "Coder: ", "Verifier: ", "\n", "```python\n", "print(", "\n```", "\\boxed{", "}",
+    "error", "nothing")
 
 def value(expression):
     """The value of sums and differences of products of whole numbers, else None. No eval: a model wrote the text.
@@ -246,11 +344,9 @@ def arithmetic_problem(rng, split):
 
 def arithmetic_problems(split):
     """4,096 problems for "train", 1,000 for "held-out"; the same in every run."""
-    problems = []
-    for i in range(4096 if split == "train" else 1000):
-        question, expression = arithmetic_problem(random.Random(digest("arithmetic", split, i)), split)
-        problems.append(Problem(f"{split}-{i}", question, str(value(expression)), expression))
-    return problems
+    rngs = [random.Random(digest("arithmetic", split, i)) for i in range(4096 if split == "train" else 1000)]
+    stories = [arithmetic_problem(rng, split) for rng in rngs]
+    return [Problem(f"{split}-{i}", question, str(value(plan)), plan) for i, (question, plan) in enumerate(stories)]
 
 def spoil(text, rng):
     """A typical mistake in an expression or a number: another operator, or another digit."""
@@ -260,40 +356,144 @@ def spoil(text, rng):
     i = rng.choice(places)
     return text[:i] + rng.choice([c for c in choices if c != text[i]]) + text[i + 1 :]
 
-def python_block(expression):
-    return f"```python\nprint({expression})\n```"
-
 def arithmetic_demonstration(rng):
-    """One demonstration for a random agent. Half of the replies are wrong, and so is half of what agents are handed.
-    A right Coder translates the plan that it was handed, and a right Verifier reports the output that it was handed,
-    even where these are wrong."""
+    """One demonstration for a random agent. Half of the replies are wrong, and so is half of what agents are handed: a
+    right Coder translates the plan that it was handed, a right Verifier reports the output, even where it is wrong."""
     question, expression = arithmetic_problem(rng, "train")
     plan = expression if rng.random() < 0.5 else spoil(expression, rng)
     code = plan if rng.random() < 0.5 else spoil(plan, rng)
-    broken = python_block(plan).replace(")", "")  # a syntax error
+    block = "```python\nprint({})\n```".format
+    broken = block(plan).replace(")", "")  # a syntax error
     solver, coder, verifier = ARITHMETIC.agents
     agent = rng.choice(ARITHMETIC.agents)
     if agent is solver: return Demonstration(solver, {"problem": question}, (), plan)
     if agent is coder:
-        if rng.random() < 0.2:
-            return Demonstration(coder, {"Solver": plan}, ((broken, "error"),), python_block(code))
-        reply = broken if code != plan and rng.random() < 0.3 else python_block(code)
+        if rng.random() < 0.2: return Demonstration(coder, {"Solver": plan}, ((broken, "error"),), block(code))
+        reply = broken if code != plan and rng.random() < 0.3 else block(code)
         return Demonstration(coder, {"Solver": plan}, (), reply)
     output = "error" if rng.random() < 0.1 else str(value(code))
     answer = output if rng.random() < 0.5 or output == "error" else spoil(output.lstrip("-"), rng)
     return Demonstration(verifier, {"Coder_output": output}, (), f"\\boxed{{{answer}}}")
 
-def show_arithmetic(result):
-    """One short word or number: the embedded model has no vocabulary for tracebacks."""
-    return (result.output.strip()[:12] or "nothing") if result.status == "ok" else "error"
+ARITHMETIC = Pipeline("arithmetic", agents=(  # shows a short word or number: there is no vocabulary for tracebacks
+    Agent("Solver", "Solver: {problem}"), Agent("Coder", "Coder: {Solver}", max_actions=2, uses_tools=True),
+    Agent("Verifier", "Verifier: {Coder_output}", coach_sees_truth=True)), problems=arithmetic_problems, pieces=PIECES,
+    show=lambda result: (result.output.strip()[:12] or "nothing") if result.status == "ok" else "error",
+    demonstration=arithmetic_demonstration)
 
-ARITHMETIC = Pipeline("arithmetic", show=show_arithmetic, agents=(
-    Agent("Solver", "Solver: {problem}"),
-    Agent("Coder", "Coder: {Solver}", max_actions=2, uses_tools=True),
-    Agent("Verifier", "Verifier: {Coder_output}", coach_sees_truth=True),
-), problems=arithmetic_problems, pieces=PIECES, demonstration=arithmetic_demonstration)
+# ---- Tables: the miniature twin of DSBench. Agents choose the lines of their programs, and the words in them --------
+NUMBERS, WORDS = ("age", "size", "dose", "load", "speed"), ("color", "shape", "zone")  # columns of the tables
+TARGETS, IDS = ("price", "risk", "yield", "rank"), ("key", "row", "case", "number")
+MODEL_OF = {"regression": "Y = y.astype(float)[:, None]", "classification": "Y = (y[:, None] == classes) * 1.0"}
+PREDICT = {"regression": "p = scores[:, 0]", "classification": "p = model['classes'][scores.argmax(1)]"}
+FIT = "W = np.linalg.solve(X.T @ X + %g * np.eye(X.shape[1]), X.T @ Y)"
+TABLE_LINES = {  # agent -> the lines of its right program: (line, mistakes in its place, what they score, why)
+    "Engineer": (
+        ("import csv, numpy as np\n"
+         "train, test = [list(csv.DictReader(open(f))) for f in ('train.csv', 'test.csv')]", (), 3, "no data are read"),
+        ("y = [r['TARGET'] for r in train]", ("y = [r['KEY'] for r in train]",), 2, "y_train is not the target"),
+        ("numbers = 'NUMBERS'.split()", ("numbers = 'KEY NUMBERS'.split()", "numbers = 'SOME'.split()",
+                                         "numbers = 'SOME OTHER'.split()", "numbers = 'NUMBERS WORD'.split()"), 4,
+         "not the number columns, all of them and no id"),
+        ("words = 'WORD'.split()", (), 4, "not the column of words"),
+        ("fill = {c: np.mean([float(r[c]) for r in train if r[c]]) for c in numbers}",
+         ("fill = dict.fromkeys(numbers, 0)",), 6, "gaps are filled with zeros, far from all other values"),
+        ("values = {c: sorted({r[c] for r in train}) for c in words}\n"
+         "X, T = [np.array([[float(r[c] or fill[c]) for c in numbers] + [float(r[c] == v) for c in words for v in "
+         "values[c]]\n                  for r in rows]) for rows in (train, test)]", (), 3, "there is no matrix"),
+        ("T, X = [(rows - X.mean(0)) / (X.std(0) + 1e-9) for rows in (T, X)]", ("",), 7, "the features are not scaled"),
+        *((f"np.save('{name}', {x})", ("",) * (3 if x == "T" else 1), 2, f"{name}.npy is not saved")
+          for name, x in (("X_train", "X"), ("y_train", "y"), ("X_test", "T")))),
+    "Modeler": (
+        ("import numpy as np\nX, y = np.load('X_train.npy'), np.load('y_train.npy')\n"
+         "X, classes = np.c_[X, np.ones(len(X))], np.unique(y)", (), 3, "the features are not read"),
+        ("RIGHT_MODEL", ("WRONG_MODEL",), 3, "a model for the other kind of task"),
+        (FIT % 0.1, (FIT % 100, "W = np.zeros((X.shape[1], Y.shape[1]))\nW[-1] = Y.mean(0)"), 5, "it hardly fits"),
+        ("np.savez('model', W=W, classes=classes)", ("",) * 3, 2, "model.npz is not saved")),
+    "Analyst": (
+        ("import csv, numpy as np\nmodel, T = np.load('model.npz'), np.load('X_test.npy')\n"
+         "scores = np.c_[T, np.ones(len(T))] @ model['W']", (), 3, "the model is not used"),
+        ("RIGHT_PREDICTION", ("WRONG_PREDICTION",), 3, "predictions for the other kind of task"),
+        ("out, rows = csv.writer(open('submission.csv', 'w')), csv.DictReader(open('test.csv'))", (), 3, "no file"),
+        ("out.writerow('KEY TARGET'.split())", ("out.writerow('TARGET KEY'.split())", "", "out.writerow('KEY OTHER'"
+                                                ".split())"), 2, "not the columns that were asked for"),
+        ("out.writerows((r['KEY'], v) for r, v in zip(rows, p))",
+         ("out.writerows((r['SOME'], v) for r, v in zip(rows, p))",), 2, "not the ids of the test rows"))}
+MARKERS = "RIGHT_MODEL|WRONG_MODEL|RIGHT_PREDICTION|WRONG_PREDICTION|NUMBERS|SOME|OTHER|TARGET|KEY|WORD"
+TABLE_FILES = ("train.csv", "test.csv", "X_train.npy", "y_train.npy", "X_test.npy", "model.npz", "submission.csv")
+TABLE_PIECES = tuple(dict.fromkeys((
+    *NUMBERS, *WORDS, *TARGETS, *IDS, *MODEL_OF, *MODEL_OF.values(), *PREDICT.values(), *TABLE_FILES, *TABLE_LINES,
+    *(piece for lines in TABLE_LINES.values() for right, mistakes, *_ in lines for line in (right, *mistakes)
+      for piece in re.split(MARKERS, line) if piece),
+    ", id ", ", numbers ", ", words ", ": ", "; ", " ", "\n", "```python\n", "\n```", "ok", "error")))
 
-PIPELINES = {p.name: p for p in (ARITHMETIC, MATHCHAT)}
+def table_schema(rng, split):
+    """Table.schema of a random task, and its question. Held-out ones are not among those to train on."""
+    while True:
+        numbers = rng.sample(NUMBERS, rng.randint(2, 3))
+        schema = rng.choice(sorted(MODEL_OF)), rng.choice(TARGETS), rng.choice(IDS), tuple(numbers), rng.choice(WORDS)
+        question = "{} {}, id {}, numbers {}, words {}".format(*schema[:3], " ".join(numbers), schema[4])
+        if held_out(question) == (split == "held-out"): return schema, question
+
+def fill_line(line, schema):
+    """A line of a program with its markers replaced for a task.
+    >>> fill_line("out.writerow('KEY TARGET'.split())", ("regression", "price", "key", ("age", "size"), "zone"))
+    "out.writerow('key price'.split())\""""
+    kind, target, key, numbers, word = schema
+    other, unused = next(k for k in MODEL_OF if k != kind), next(c for c in NUMBERS if c not in numbers)
+    texts = dict(RIGHT_MODEL=MODEL_OF[kind], WRONG_MODEL=MODEL_OF[other], RIGHT_PREDICTION=PREDICT[kind],
+                 WRONG_PREDICTION=PREDICT[other], TARGET=target, KEY=key, WORD=word, NUMBERS=" ".join(numbers),
+                 SOME=" ".join(numbers[1:]), OTHER=unused)
+    return re.sub(MARKERS, lambda match: texts[match[0]], line)
+
+def table_problem(name, schema, question, rng):
+    """A task with new data: linear truth plus noise, columns of very different scale far from zero, gaps in one of
+    them, a column of words, and ids that say nothing and lie elsewhere in test.csv, so that using them does harm."""
+    kind, target, key, numbers, word = schema
+    scales = {c: 10 ** rng.uniform(-2, 2) for c in numbers}
+    weights = {c: rng.choice((-1, 1)) * rng.uniform(0.7, 1.5) for c in numbers}
+    effects = {v: rng.uniform(-1.5, 1.5) for v in "abc"}
+    lines = {"train": [[key, *numbers, word, target]], "test": [[key, *numbers, word]], "answers": [[key, target]]}
+    for i, number in enumerate([*range(60), *rng.sample(range(1000, 9999), 40)]):
+        z, v = {c: rng.gauss(0, 1) for c in numbers}, rng.choice("abc")
+        truth = sum(weights[c] * z[c] for c in numbers) + effects[v] + rng.gauss(0, 0.3)
+        truth = f"{50 + 10 * truth:.2f}" if kind == "regression" else "yes" if truth > 0 else "no"
+        cells = [number, *[f"{scales[c] * (5 + z[c]):.4g}" for c in numbers], v]
+        if rng.random() < 0.2: cells[1] = ""
+        for part, row in (("train", [*cells, truth]),) if i < 60 else (("test", cells), ("answers", [number, truth])):
+            lines[part].append(row)
+    files = {n: "".join(",".join(map(str, line)) + "\n" for line in part).encode() for n, part in lines.items()}
+    return Problem(name, question, table=Table(kind, key, (target,), **files, schema=schema))
+
+def table_problems(split):
+    """1,024 tasks for "train", 200 for "held-out"; the same in every run."""
+    rngs = [random.Random(digest("tables", split, i)) for i in range(1024 if split == "train" else 200)]
+    return [table_problem(f"{split}-{i}", *table_schema(rng, split), rng) for i, rng in enumerate(rngs)]
+
+def table_program(agent, schema, rng=None):
+    """The right program of an agent for a task; with a rng, one with a typical mistake."""
+    lines = TABLE_LINES[agent]
+    wrong = rng.choice([(i, m) for i, (_, mistakes, *_) in enumerate(lines) for m in mistakes]) if rng else (-1, "")
+    program = [wrong[1] if i == wrong[0] else right for i, (right, *_) in enumerate(lines)]
+    return "```python\n" + "\n".join(fill_line(line, schema) for line in program if line) + "\n```"
+
+def table_demonstration(rng):
+    """One demonstration for a random agent: half of them with a mistake. Some follow a first try with one."""
+    (schema, question), agent = table_schema(rng, "train"), rng.choice(TABLES.agents)
+    write = lambda wrong: table_program(agent.name, schema, rng if wrong else None)
+    done = {"Engineer": (), "Modeler": TABLE_FILES[2:5], "Analyst": TABLE_FILES[2:6]}[agent.name]
+    files = " ".join(sorted([*TABLE_FILES[:2], *(name for name in done if rng.random() < 0.9)]))
+    turns = ((write(True), rng.choice(("ok", "error")) + "\n" + files),) if rng.random() < 0.2 else ()
+    return Demonstration(agent, {"problem": question, "files": files}, turns, write(rng.random() < 0.5))
+
+TABLES = Pipeline("tables", show=lambda result: "ok" if result.status == "ok" else "error",
+                  show_files=lambda files: " ".join(name for name, *_ in files), preload=("csv", "numpy"), agents=(
+    Agent("Engineer", "Engineer: {problem}; {files}", max_actions=2, uses_tools=True, must_write=TABLE_FILES[2:5]),
+    Agent("Modeler", "Modeler: {problem}; {files}", max_actions=2, uses_tools=True, must_write=TABLE_FILES[5:6]),
+    Agent("Analyst", "Analyst: {problem}; {files}", max_actions=2, uses_tools=True, must_write=TABLE_FILES[6:],
+          coach_sees_truth=True)), problems=table_problems, pieces=TABLE_PIECES, demonstration=table_demonstration)
+
+PIPELINES = {p.name: p for p in (ARITHMETIC, MATHCHAT, TABLES, DSBENCH)}
 
 def show_prompts(name):
     """Print the agents of a pipeline with their prompts."""
@@ -314,7 +514,6 @@ def show_prompts(name):
 #   - reading below sys.prefix, /usr, /lib or /bin: keep no answers and no keys there
 #   - lies: what a program prints is its word, not evidence
 #   - anything but accidents at the level "limits": such a program reads, changes and kills all that its user can
-
 LINUX, NOBODY = sys.platform == "linux", 65534
 LOOK_EVERY, GRACE = 0.2, 60.0       # seconds: between two looks of the supervisor; until we count as having failed
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
@@ -405,8 +604,7 @@ def lock_down(workspace, user):
     older = {**(SIGNALS if version < 6 else {}), **({"truncate": (76, 45)} if version < 3 else {})}
     # clone3: "no such call", for a filter can't see its flags, and libc then takes clone.
     for error, calls in ((errno.EPERM, {**REFUSED, **older}), (0, PRETENDED), (errno.ENOSYS, {"clone3": (435, 435)})):
-        for numbers in calls.values():
-            steps += [step(IF_EQUAL, numbers[column], 0, 1), step(RETURN, FAIL + error)]
+        for numbers in calls.values(): steps += [step(IF_EQUAL, numbers[column], 0, 1), step(RETURN, FAIL + error)]
     for numbers, test, value in REFUSED_IF.values():
         steps += [step(IF_EQUAL, numbers[column], 0, 4), step(LOAD, 16), step(test, value, 0, 1)]
         steps += [step(RETURN, PERMISSION), step(RETURN, ALLOW)]
@@ -448,6 +646,8 @@ def run_program(job, limits, log):
         threading._shutdown()
         atexit._run_exitfuncs()
         out.flush()
+        main.__dict__.clear()       # closes files that it left open, else what it wrote last is lost
+        gc.collect()
     os._exit(exit_code & 255)
 
 def supervise(control):
@@ -606,10 +806,12 @@ class Sandbox(AbstractContextManager):
         return Result(**report)
 
     def make_workspace(self, files={}):
-        """Make a new private folder with these files (name -> bytes). Returns its path."""
+        """Make a new private folder with copies of these files (name -> bytes, or a Path). Returns its path."""
         workspace = os.path.realpath(tempfile.mkdtemp(prefix="workspace-"))
         self.workspaces.add(workspace)
-        for name, data in files.items(): Path(workspace, name).write_bytes(data)
+        for name, data in files.items():    # copies, not links: a program may write into them
+            if isinstance(data, Path): shutil.copyfile(data, Path(workspace, name))
+            else: Path(workspace, name).write_bytes(data)
         for path in [workspace, *Path(workspace).iterdir()]:
             if self.user is not None: os.chown(path, self.user, self.user)
         return workspace
@@ -619,6 +821,24 @@ class Sandbox(AbstractContextManager):
         if os.geteuid() != 0: subprocess.run(["chmod", "-R", "u+rwx", "--", workspace], stderr=subprocess.DEVNULL)
         subprocess.run(["rm", "-rf", "--", workspace], stderr=subprocess.DEVNULL)
         self.workspaces.discard(workspace)
+
+    def list_files(self, workspace, most=50):
+        """[(name, bytes, "rows x columns" of a CSV, else "")] of the plain files in the folder, sorted, at most `most`.
+        It goes into prompts: only names that print, cut to 100 characters."""
+        found = []
+        with suppress(OSError):             # a program may have locked or removed the folder
+            for entry in sorted(os.scandir(workspace), key=lambda entry: entry.name):
+                if entry.is_file(follow_symlinks=False) and entry.name.isprintable() and len(found) < most:
+                    found.append((entry.name[:100], entry.stat().st_size, self.csv_shape(workspace, entry.name)))
+        return found
+
+    def csv_shape(self, workspace, name):
+        """Rows, header not counted, x columns of a CSV, by its line ends and its first line; "" for what is no such."""
+        try: data = self.read(workspace, name) if name.endswith(".csv") else b""
+        except OSError: data = b""
+        head = data.split(b"\n", 1)[0].decode("utf-8", "replace")[:100_000]
+        rows, columns = data.rstrip().count(b"\n"), len(next(csv.reader([head]), []))
+        return f"{rows} x {columns}" if data else ""
 
     @staticmethod
     def read(workspace, name, most=64 << 20):

@@ -11,8 +11,8 @@ Both go through `Transformer.logits`, so they cannot disagree about masking, tem
 What we leave out: dropout, sliding windows, mixtures of experts, tensor parallelism, and every sampling trick
 (top-k, top-p, repetition penalties, forced tokens): the trainer scores the plain softmax, so the sampler must draw
 from the plain softmax too.
-Let a model of yours go on:  python model.py FOLDER_OR_HUB_ID "The capital of France is"  (nothing is trained)"""
-import json, math, os, re, sys
+Compare a model of yours with transformers:  MAPPA_TEST_MODEL=FOLDER pytest tests/test_real_model.py"""
+import json, math, os, re
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from agents import InputError, require
+from agents import InputError, read_json, require
 
 # ---- Configuration: Hugging Face's config.json is the truth; these are the fields of it that the code below reads ----
 @dataclass(frozen=True)
@@ -42,9 +42,8 @@ class ModelConfig:
     qk_norm: bool  # Qwen3
 
 def model_config(hf):
-    """Translate the dict of a Hugging Face config.json into a ModelConfig.
-    Raises InputError for an architecture or an option that this file does not implement: to ignore one would give a
-    model that runs and is subtly wrong."""
+    """Translate the dict of a Hugging Face config.json into a ModelConfig. Raises InputError for an architecture or an
+    option that this file does not implement: to ignore one would give a model that runs and is subtly wrong."""
     kind = hf.get("model_type")
     known = kind in ("qwen2", "qwen3", "llama")
     require(known, f"model type {kind!r} is not supported; known are qwen2, qwen3 and llama")
@@ -69,8 +68,7 @@ class RMSNorm(nn.Module):
     """y = w * x / sqrt(mean(x^2) + eps), computed in float32 whatever x is."""
     def __init__(self, size, eps):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
         h = x.float()
@@ -113,9 +111,8 @@ def rotate(x, cos, sin):
 class KVCache:
     """Keys and values of the tokens seen so far, one pair of tensors [B, slots, kv_heads, D] a layer.
     NOTE: a token's slot IS its position. Ragged prompts therefore need no left padding: each row fills its own slots
-    0..length-1, what a padded prefill wrote beyond a row's length is overwritten when the row gets there, and a query
-    at position p may look at exactly the slots <= p. A cache lives inside one call of sample(): none can survive an
-    update of the weights."""
+    0..length-1, what a padded prefill wrote beyond is overwritten when the row gets there, and a query at position p
+    looks at exactly the slots <= p. A cache lives inside one call of sample(): none survives an update of weights."""
     def __init__(self, config, rows, slots, like):
         shape = (rows, slots, config.kv_heads, config.head_dim)
         self.k = [like.new_zeros(shape) for _ in range(config.layers)]
@@ -125,14 +122,12 @@ class KVCache:
 
     def keep(self, rows):
         """Drop all rows but these (index tensor), one layer at a time to bound the extra memory."""
-        for layer in range(len(self.k)):
-            self.k[layer], self.v[layer] = self.k[layer][rows], self.v[layer][rows]
+        for layer in range(len(self.k)): self.k[layer], self.v[layer] = self.k[layer][rows], self.v[layer][rows]
 
     def write(self, layer, positions, k, v):
         """Store k and v [B, T, kv_heads, D] at positions [B, T]; returns all used slots of these B rows."""
         rows = torch.arange(self.first, self.first + len(k), device=k.device)[:, None]
-        self.k[layer][rows, positions] = k
-        self.v[layer][rows, positions] = v
+        self.k[layer][rows, positions], self.v[layer][rows, positions] = k, v
         part = slice(self.first, self.first + len(k)), slice(self.used)
         return self.k[layer][part], self.v[layer][part]
 
@@ -156,8 +151,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim)
         q, k = rotate(q, *angles), rotate(k, *angles)
         if cache is not None: cached_k, cached_v = cache.write(layer, positions, k, v)
-        if cache is not None and T == 1:
-            out = self.decode(q, cached_k, cached_v, positions)
+        if cache is not None and T == 1: out = self.decode(q, cached_k, cached_v, positions)
         else:
             # Rows are right-padded: a causal mask already hides the padding from every real token.
             # NOTE: prefill may use the fresh k and v alone because its cache was empty. is_causal aligns the mask
@@ -225,8 +219,7 @@ class Transformer(nn.Module):
         for i, block in enumerate(self.layers):
             if self.gradient_checkpointing and cache is None and torch.is_grad_enabled():
                 x = checkpoint(block, x, angles, positions, None, i, use_reentrant=False)
-            else:
-                x = block(x, angles, positions, cache, i)
+            else: x = block(x, angles, positions, cache, i)
         return self.norm(x)
 
     def logits(self, hidden, temperature=1.0):
@@ -262,9 +255,7 @@ def draw(logits, uniforms):
 def prefill(model, contexts, cache, budget):
     """Run the contexts through the model, into the cache; returns the last real token's hidden state of each [B, H].
     Rows are taken a few at a time, at most `budget` padded tokens, to bound the memory that activations take."""
-    longest = max(map(len, contexts))
-    step = max(1, budget // longest)
-    last = []
+    step, last = max(1, budget // max(map(len, contexts))), []
     for start in range(0, len(contexts), step):
         part = contexts[start : start + step]
         ids, positions = right_pad(part, model.device)
@@ -284,8 +275,7 @@ def right_pad(sequences, device):
 
 @torch.no_grad()
 def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_budget=16_384):
-    """Sample one completion for each context from softmax(logits / temperature).
-    contexts: B lists of token ids, of any lengths, none empty.
+    """Sample one completion for each of B contexts (lists of ids, none empty) from softmax(logits / temperature).
     uniforms: [B, >= max_new_tokens] float64 in [0, 1), row b deciding the tokens of completion b (see draw).
     temperature: 0 means greedy (log-probabilities are then those of temperature 1).
     Returns B Completions in the order of the contexts. A row leaves the batch as soon as it draws a stop id. Neither
@@ -300,7 +290,6 @@ def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_b
     logprobs = torch.zeros(len(contexts), max_new_tokens, device=device)
     counts = torch.full((len(contexts),), max_new_tokens, device=device)
     stopped = torch.zeros(len(contexts), dtype=torch.bool, device=device)
-
     cache = KVCache(model.config, len(contexts), longest + max_new_tokens, like=model.embed_tokens.weight)
     cache.used = longest
     live = torch.arange(len(contexts), device=device)  # rows still in the batch, as indices into contexts
@@ -320,7 +309,6 @@ def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_b
         if len(live) == 0 or t + 1 == max_new_tokens: break
         cache.used = longest + t + 1
         hidden = model(token[:, None], (lengths[live] + t)[:, None], cache)[:, 0]
-
     rows = zip(ids.tolist(), logprobs.tolist(), counts.tolist(), stopped.tolist())
     return [Completion(row[:n], logprob[:n], not end) for row, logprob, n, end in rows]
 
@@ -334,9 +322,8 @@ def score_chunk(model, hidden, targets, temperature):
 def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     """log pi(y_t | context, y_<t) of every completion token, at the temperature that they were sampled with.
     contexts, completions: B lists of ids, none empty. Returns two float32 tensors [N], N = all completion tokens,
-    row after row: the log-probabilities (differentiable) and the entropies in nats (not).
-    The logits are made `chunk` tokens at a time and made again in backward: [N, V] in float32 never exists (for
-    16,384 tokens of Qwen that would be 10 GB, and as much again for its gradient)."""
+    row after row: the log-probabilities (differentiable) and the entropies in nats (not). The logits are made `chunk`
+    tokens at a time and again in backward: [N, V] in float32 never exists (16,384 tokens of Qwen: 10 GB, twice)."""
     if not contexts: return torch.zeros(0, device=model.device), torch.zeros(0, device=model.device)
     ids, positions = right_pad([x + y[:-1] for x, y in zip(contexts, completions)], model.device)
     hidden = model(ids, positions)  # [B, T, H]
@@ -350,28 +337,14 @@ def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 # ---- Weights in and out: Hugging Face folders ------------------------------------------------------------------------
-def read_json(folder, name, default=None, what="model folder"):
-    """The content of a JSON file of a folder; `default`, if there is one, where the file is absent."""
-    path = os.path.join(folder, name)
-    if default is not None and not os.path.exists(path): return default
-    try:
-        with open(path, encoding="utf-8") as f: return json.load(f)
-    except FileNotFoundError:
-        raise InputError(f"{folder} is not a {what}: it has no {name}") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
-
 def read_weights(folder):
     """name -> tensor of a folder's safetensors, in one file or in several with an index."""
     index = read_json(folder, "model.safetensors.index.json", default={})
     weights = {}
     for name in sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]:
-        try:
-            weights |= load_file(os.path.join(folder, name))
-        except FileNotFoundError:
-            raise InputError(f"{folder} has no {name}") from None
-        except SafetensorError as error:
-            raise InputError(f"{os.path.join(folder, name)} is damaged: {error}") from None
+        try: weights |= load_file(os.path.join(folder, name))
+        except FileNotFoundError: raise InputError(f"{folder} has no {name}") from None
+        except SafetensorError as error: raise InputError(f"{os.path.join(folder, name)} is damaged: {error}") from None
     return weights
 
 PLAIN_CHAT = (  # for base models, whose folders have no template
@@ -393,7 +366,6 @@ def load(path, device="cpu", dtype=torch.float32):
     """Load (model, tokenizer) from a Hugging Face folder, or from a hub id, which is downloaded.
     Raises InputError when the folder, a file or a tensor is missing, left over or of the wrong shape."""
     from transformers import AutoTokenizer
-
     path = path if os.path.isdir(path) else download(path)
     hf = read_json(path, "config.json")
     model_config(hf)  # say what is unsupported before the slow parts
@@ -420,11 +392,9 @@ def load(path, device="cpu", dtype=torch.float32):
 def download(name):
     """The local folder of a model on the Hugging Face hub."""
     from huggingface_hub import snapshot_download
-
     if name.startswith((".", "/")) or name.count("/") != 1:
         raise InputError(f"{name} is neither a model folder nor a hub id like Qwen/Qwen3-4B")
-    try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
+    try: return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
     except Exception as error:  # of dozens of types; all mean that there is no model to go on with
         raise InputError(f"{name} is no folder and cannot be downloaded: {str(error).splitlines()[0]}") from None
 
@@ -444,10 +414,8 @@ def save(model, tokenizer, path):
         with open(os.path.join(path, name), "w", encoding="utf-8") as f: json.dump(content, f, indent=1)
 
 # ---- The embedded model of the miniature pipelines -------------------------------------------------------------------
-TINY_CHAT = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+TINY_CHAT = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
 def tiny_tokenizer(pieces):
     """A tokenizer whose tokens are the given pieces of text, longest match first; other text becomes <unk>.
@@ -456,35 +424,26 @@ def tiny_tokenizer(pieces):
     ['Tom', ' has', ' ', '1', '2', ' ', '<unk>']"""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-
     special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<unk>"]
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*special, *pieces])}, unk_token="<unk>"))
     pattern = "|".join(re.escape(p) for p in sorted(pieces, key=len, reverse=True))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     words.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>", unk_token="<unk>",
-        additional_special_tokens=special[2:5])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>",
+                                        unk_token="<unk>", additional_special_tokens=special[2:5])
     tokenizer.chat_template = TINY_CHAT
     return tokenizer
 
 def tiny(pieces, seed=0, hidden_size=64, layers=3, heads=4, kv_heads=2):
     """A new, untrained (model, tokenizer) in Qwen3's layout, about 0.15M weights, for a vocabulary of text pieces."""
     tokenizer = tiny_tokenizer(pieces)
-    hf = dict(
-        architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=len(tokenizer), hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
+    hf = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=len(tokenizer),
+        hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=hidden_size // heads, max_position_embeddings=1024, rms_norm_eps=1e-6,
-        rope_theta=100.0, tie_word_embeddings=True, hidden_act="silu", attention_bias=False,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        rope_theta=100.0, tie_word_embeddings=True, hidden_act="silu", attention_bias=False, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model = Transformer(hf, {tokenizer.eos_token_id}, len(tokenizer))
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() == 2: nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
     return model, tokenizer
-
-if __name__ == "__main__":
-    network, tokenizer = load(sys.argv[1])
-    print(f"{sum(p.numel() for p in network.parameters()):,} weights, {network.config}")
-    [completion] = sample(network, [tokenizer(sys.argv[2])["input_ids"]], np.random.rand(1, 40), 40)
-    print(sys.argv[2] + tokenizer.decode(completion.ids))

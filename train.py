@@ -14,15 +14,14 @@ summed over all of them, so that the number of processes changes the speed and n
 
     what                              CPU       GPU        why
     weights for sampling and scoring  float32   bfloat16   every process holds those of all agents: sampling is local
-    logits, log-probabilities, loss   float32   float32
-    gradient sums over micro-batches  float32   float32
+    logits, loss, sums of gradients   float32   float32
     master weights, Adam moments      float32   float32    1/N per process; at lr 1e-6 a bfloat16 weight never moves
 
 What we leave out: critic, entropy bonus, KL in the loss, returns across turns or agents (as in the paper); tensor and
 pipeline parallelism. Where the official code differs from the paper we follow the paper, see README.
 
     python train.py                                        # three tiny agents learn arithmetic on a laptop
-    python train.py --reward outcome                       # the control: everyone is paid for the final answer only
+    python train.py --pipeline tables                      # three others learn data analysis
     torchrun --standalone --nproc_per_node=8 train.py      # the same run on eight processes
     python train.py --preset mathchat --model FOLDER_OR_ID --train FILE --judge api ...    # the paper's, see README"""
 import argparse, contextlib, copy, inspect, json, math, os, random, re, shutil, signal, sys, threading, time, typing
@@ -38,20 +37,22 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 import judge, model
 from agents import PIPELINES, InputError, Pipeline, Sandbox, SandboxError, digest, extend, render, require
-from agents import check_problems, load_problems, subset
-from eval import evaluate, latest_checkpoint, print_summary, summarise, summarise_agent
+from agents import check_problems, load_files, read_json, subset
+from eval import data_figures, evaluate, latest_checkpoint, measure, nobody, print_summary, summarise, summarise_agent
 from rollout import Sampling, gather, make_jobs, rank, record, run_episodes, world
 
 # ---- Configuration. Each field is an option of the command line, with its comment as help ----------------------------
 @dataclass
 class Config:
-    preset: str = ""  # named set of defaults: arithmetic, mathchat; as --pipeline if that is given
+    preset: str = ""  # named set of defaults: arithmetic, tables, mathchat, dsbench; as --pipeline if that is given
     pipeline: str = "arithmetic"  # which agents work on which kind of problem
     model: str = ""  # Hugging Face folder or hub id that every agent starts from; empty: the embedded model
     train: str = ""  # problem file to train on; empty: the pipeline's own problems
     eval: tuple = ()  # problem files to evaluate on; none: the pipeline's own held-out problems
     train_subset: int = 0  # train on so many of them only, drawn as in the paper; 0: on all
-    train_subset_seed: int = 42  # seed of that draw
+    data_root: str = ""  # DSBench: folder that the paths in its problem files start from; empty: the current one
+    task_texts: str = ""  # DSBench: JSON file of cleaned task texts and column names; empty: the texts as published
+    allow_missing: bool = False  # DSBench: leave out tasks whose data are absent
     allow_repeats: bool = False  # go on although problems repeat, or are both trained and evaluated on
     out: str = ""  # run folder; empty: runs/PIPELINE
     resume: bool = False  # go on from the run folder's last checkpoint, with its config
@@ -60,7 +61,7 @@ class Config:
     problems: int = 32  # problems in a rollout
     samples: int = 2  # episodes for each of them
     train_batch: int = 32  # episodes for each optimizer step
-    reward: typing.Literal["process", "outcome", "mixed"] = "process"  # coach scores, final correctness, or their mean
+    reward: typing.Literal["process", "outcome", "mixed"] = "process"  # coach scores, the end result, or their mean
     advantage: typing.Literal["reinforce++", "grpo", "rloo"] = "reinforce++"  # see set_advantages()
     share_weights: bool = False  # one set of weights for all agents, the control experiment
     beta: float = 0.01  # weight of the KL penalty in the reward
@@ -92,9 +93,8 @@ class Config:
     sample_rows: int = 256  # contexts sampled in one batch, on each process
     micro_batch_tokens: int = 8192  # padded tokens in one forward and backward pass; changes memory and speed only
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more time
-    warm_steps: int = 500  # supervised steps on half-wrong demonstrations that the embedded model starts from
+    warm_steps: int = 500  # supervised steps on 64 half-wrong demonstrations each; the embedded model starts there
     warm_lr: float = 8e-3  # their peak learning rate
-    warm_batch: int = 64  # demonstrations in each
     save_every: int = 50  # steps between checkpoints; the last step is always saved
     eval_problems: int = 200  # held-out problems before and after training; 0: no evaluation
     eval_every: int = 0  # steps between evaluations in between, into evaluations.jsonl; 0: none
@@ -102,25 +102,32 @@ class Config:
     eval_temperature: float = 1.0  # of sampling in evaluations
     sandbox: typing.Literal["landlock", "limits"] = "landlock"  # isolation of programs; limits is not safe
     sandbox_timeout: float = 5.0  # seconds for one program
+    sandbox_disk: int = 512  # MiB that an episode's files may take, those of its task included
     device: typing.Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
     collective_timeout: float = 3600.0  # seconds until a process that waits for the others gives up
 
-PRESETS = {"arithmetic": {}, "mathchat": dict(  # the defaults above; the paper's numbers (8 passes over 512 problems)
-    pipeline="mathchat", steps=128, problems=32, samples=2, train_batch=16, lr=1e-6, adam_eps=1e-8, max_new_tokens=4096,
-    max_context_tokens=24_576, sandbox_timeout=30.0, micro_batch_tokens=16_384, gradient_checkpointing=True,
-    save_every=32, sample_rows=64, warm_steps=0, judge="api", train_subset=512, eval_problems=10_000, eval_samples=4,
-    eval_every=4, eval_temperature=0.6)}
+PAPER = dict(samples=2, train_batch=16, lr=1e-6, adam_eps=1e-8, gradient_checkpointing=True, warm_steps=0, judge="api")
+PRESETS = {
+    "arithmetic": {},  # the defaults above
+    "tables": dict(steps=40, lr=2e-4, max_new_tokens=40, mask_truncated=False, warm_steps=400, save_every=20,
+                   sandbox_timeout=10.0),
+    "mathchat": PAPER | dict(  # 8 passes over 512 problems
+        steps=128, problems=32, max_new_tokens=4096, max_context_tokens=24_576, sandbox_timeout=30.0, save_every=32,
+        micro_batch_tokens=16_384, sample_rows=64, train_subset=512, eval_problems=10_000, eval_samples=4, eval_every=4,
+        eval_temperature=0.6),
+    "dsbench": PAPER | dict(  # 30 passes over 64 tasks
+        steps=120, problems=16, max_new_tokens=16_384, max_context_tokens=65_536, sandbox_timeout=60.0, save_every=10,
+        sandbox_disk=4096, micro_batch_tokens=32_768, sample_rows=32, eval_every=2)}
 
 # what may change when a run goes on: none of these changes a number
 FREE_ON_RESUME = ("resume", "out", "preset", "save_every", "micro_batch_tokens", "gradient_checkpointing",
                   "sample_rows", "device", "collective_timeout", "judge_url", "judge_key_env", "judge_cache",
                   "judge_budget_calls", "judge_budget_tokens", "judge_concurrency", "judge_deadline")
 
+option = lambda name: "--" + name.replace("_", "-")
+
 class RunError(Exception):
     """A run cannot go on, through no fault of its input. One sentence; the run folder holds what to resume from."""
-
-def option(name):
-    return "--" + name.replace("_", "-")
 
 def config_parser():
     """An argparse parser with one option for each field of Config; only what was given appears in its result."""
@@ -141,7 +148,7 @@ def read_config(argv):
     given = vars(config_parser().parse_args(argv))
     preset = given.get("preset") or given.get("pipeline", "arithmetic")
     require(preset in PRESETS, f"there is no preset or pipeline {preset!r}; known are {', '.join(PRESETS)}")
-    config = Config(**{**PRESETS[preset], **given, "preset": preset})
+    config = Config(**{"pipeline": preset, **PRESETS[preset], **given, "preset": preset})
     require(config.pipeline in PIPELINES, f"there is no pipeline {config.pipeline!r}; known are {', '.join(PIPELINES)}")
     config.out = config.out or os.path.join("runs", config.pipeline)
     if config.resume: config = saved_config(config.out, given)
@@ -150,7 +157,7 @@ def read_config(argv):
 
 def saved_config(out, given):
     """The config of the run in `out`, with the free options given now; any other one must be as it was."""
-    values = model.read_json(out, "config.json", what="run folder")
+    values = read_json(out, "config.json", what="run folder")
     require(set(values) == {f.name for f in fields(Config)}, f"{out} was written by another version of train.py")
     saved = Config(**values)
     for name, now in given.items():
@@ -162,7 +169,7 @@ def saved_config(out, given):
 def check_config(c):
     """Raise InputError for values that make no sense, before anything slow has started."""
     from_zero = ("seed", "beta", "clip", "weight_decay", "warm_steps", "eval_problems", "train_subset",
-                 "train_subset_seed", "eval_every", "judge_budget_calls", "judge_budget_tokens")
+                 "eval_every", "judge_budget_calls", "judge_budget_tokens")
     shares = ("lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2")
     for name, number in [(f.name, getattr(c, f.name)) for f in fields(c) if f.type in (int, float)]:
         if name in shares: bound, holds = "in 0 to 1", 0 <= number <= 1
@@ -192,11 +199,6 @@ def start_processes(config):
         dist.init_process_group(backend, timeout=timedelta(seconds=config.collective_timeout))
     return torch.device("cuda", local) if gpus else torch.device("cpu")
 
-def own_cores():
-    """This process's share of the machine's cores for the agents' programs; None, which means all, without torchrun."""
-    local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return sorted(os.sched_getaffinity(0))[local::processes] if hasattr(os, "sched_getaffinity") else None
-
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
     """Sum (or another reduction) of a tensor over all processes, in place; returns it."""
     if world() > 1: dist.all_reduce(tensor, op)
@@ -222,20 +224,20 @@ class Sample:
     advantage: torch.Tensor = None  # [T]
     seen: dict = None  # what its forward pass showed, see accumulate()
 
-def reward_of(action, correct, kind):
+def reward_of(action, outcome, kind):
     """R in [0, 1] of one action, or None if its verdict failed. The one place where the coach's 0-10 is scaled.
-    process: c / 10; outcome: 1 if the episode's final answer is right, else 0; mixed: the mean of the two."""
-    if kind == "outcome": return float(correct)
+    process: c / 10; outcome: how good the episode's end result is (Episode.outcome); mixed: the mean of the two."""
+    if kind == "outcome": return outcome
     if isinstance(action.verdict, judge.Failure): return None
     score = action.verdict.score / 10
     assert 0 <= score <= 1, f"a coach gave {action.verdict.score}"  # NaN fails this too
-    return score if kind == "process" else (score + float(correct)) / 2
+    return score if kind == "process" else (score + outcome) / 2
 
 def make_samples(episodes, config):
     """A Sample for every action of this process's episodes."""
     samples = []
     for e, a in [(e, a) for e in episodes for a in e.actions]:
-        reward = reward_of(a, e.correct, config.reward)
+        reward = reward_of(a, e.outcome, config.reward)
         kept = reward is not None and not (a.truncated and config.mask_truncated)
         group, batch = (e.problem.id, a.agent, a.turn), e.index // config.train_batch
         samples.append(Sample(a, group, batch, reward or 0.0, float(kept)))
@@ -250,9 +252,8 @@ def returns_to_go(kl, reward, beta):
     return r.flip(0).cumsum(0).flip(0)
 
 def whiten(values):
-    """(values - mean) / std over all tokens of all processes' tensors; zeros if they hardly differ.
-    values: list of [T] tensors, possibly empty. NOTE: a spread below 1e-4 (rewards lie in [0, 1]) is float noise:
-    dividing by it would make large advantages out of nothing."""
+    """(values - mean) / std over all tokens of all processes' tensors; values: list of [T] tensors, possibly empty.
+    NOTE: a spread below 1e-4 (rewards lie in [0, 1]) is float noise, out of which large advantages must not be made."""
     flat = torch.cat([*values, torch.zeros(0)]).double()
     count, total = all_reduce(torch.tensor([len(flat), flat.sum()], dtype=torch.float64)).tolist()
     mean = total / max(count, 1)
@@ -264,8 +265,7 @@ def compare_in_groups(samples, kind):
     """The samples' rewards, each compared with its group's, over all processes.
     grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group hardly differs or has one member."""
     groups = {}
-    for group, reward in gather([(s.group, s.reward) for s in samples]):
-        groups.setdefault(group, []).append(reward)
+    for group, reward in gather([(s.group, s.reward) for s in samples]): groups.setdefault(group, []).append(reward)
     compared = []
     for s in samples:
         n, mean, std = len(groups[s.group]), fmean(groups[s.group]), pstdev(groups[s.group])
@@ -274,10 +274,10 @@ def compare_in_groups(samples, kind):
     return compared
 
 def set_advantages(samples, config):
-    """Fill in the advantages of one agent's samples (this process's share of them).
-    reinforce++: returns-to-go, whitened once, over all tokens, over all processes, never across agents.
-    grpo, rloo: the score is compared within its group; the KL penalty is added as it is. Mind that MAPPA's later agents
-    see different inputs in every sample of a group, which is why the paper prefers reinforce++."""
+    """Fill in the advantages of one agent's samples (this process's share of them). reinforce++: returns-to-go,
+    whitened once, over all tokens, over all processes, never across agents.
+    grpo, rloo: scores are compared within their group, KL penalties added as they are. (MAPPA's later agents see other
+    inputs in every sample of a group, which is why the paper prefers reinforce++.)"""
     used = [s for s in samples if s.weight]
     plain = config.advantage == "reinforce++"
     rewards = [s.reward for s in used] if plain else compare_in_groups(used, config.advantage)
@@ -295,8 +295,7 @@ def policy_loss(logprobs, old, advantages, weights, clip):
     return -torch.where(weights > 0, weights * objective, 0.0).sum(), ratio.detach()
 
 def pack(samples, budget):
-    """Split samples into micro-batches of at most `budget` padded tokens, alike lengths together.
-    A sample that is longer than the budget gets a micro-batch of its own."""
+    """Split samples into micro-batches of at most `budget` padded tokens, or of one sample that is longer than that."""
     batches, longest = [], 0
     for s in sorted(samples, key=lambda s: -len(s.action.context_ids) - len(s.action.ids)):
         if not batches or (len(batches[-1]) + 1) * longest > budget:
@@ -449,15 +448,13 @@ def accumulate(policy, samples, actions, config):
             s.seen = dict(entropy=h.sum().item(), clipped=clipped, ratio=r.max().item(), off=r.log().abs().max().item())
 
 def agent_metrics(rows):
-    """One agent's metrics, from (batch, tokens, sum of kl, seen) of its actions on all processes.
-    mismatch: the largest |log pi_theta - log pi_old| in the first optimizer step. No weight has moved by then, so it
-    shows how far sampler and scorer disagree: float noise, or a fault."""
+    """One agent's metrics, from (batch, tokens, sum of kl, seen) of its actions on all processes. mismatch: the largest
+    |log pi_theta - log pi_old| before any weight has moved: how far sampler and scorer disagree."""
     tokens = max(1, sum(n for _, n, _, _ in rows))
     trained = [(batch, n, seen) for batch, n, _, seen in rows if seen]
     n_trained = max(1, sum(n for _, n, _ in trained))
     return dict(
-        kl=sum(kl for _, _, kl, _ in rows) / tokens,
-        entropy=sum(seen["entropy"] for _, _, seen in trained) / n_trained,
+        kl=sum(kl for _, _, kl, _ in rows) / tokens, entropy=sum(seen["entropy"] for _, _, seen in trained) / n_trained,
         ratio_max=max((seen["ratio"] for _, _, seen in trained), default=1.0),
         clip_fraction=sum(seen["clipped"] for _, _, seen in trained) / n_trained,
         mismatch=max((seen["off"] for batch, _, seen in trained if batch == 0), default=0.0))
@@ -510,7 +507,7 @@ def load_checkpoint(out, policies):
     if not name: return 0
     folder = os.path.join(out, name)
     try:
-        state = model.read_json(folder, "state.json", what="checkpoint")
+        state = read_json(folder, "state.json", what="checkpoint")
         for policy in policies:
             policy.optimizer.load(os.path.join(folder, "optimizer", policy.agents[0]), state["processes"])
     except Exception as error:  # safetensors raises a type of its own
@@ -546,7 +543,7 @@ def warm_start(network, tokenizer, pipeline, config):
     bar = tqdm(range(config.warm_steps), desc="warm start")
     for step in bar:
         rng = random.Random(digest("warm start", config.seed, step))
-        pairs = [demonstration_ids(tokenizer, pipeline.demonstration(rng)) for _ in range(config.warm_batch)]
+        pairs = [demonstration_ids(tokenizer, pipeline.demonstration(rng)) for _ in range(64)]
         logprobs, _ = model.token_logprobs(network, [x for x, _ in pairs], [y for _, y in pairs])
         optimizer.zero_grad()
         (-logprobs.mean()).backward()
@@ -570,14 +567,18 @@ def embedded_model(config):
 # ---- The loop --------------------------------------------------------------------------------------------------------
 def read_problems(config):
     """(problems to train on, problems to evaluate on). Raises InputError if any repeat, unless that is allowed."""
-    own = PIPELINES[config.pipeline].problems
-    train = load_problems(config.train) if config.train else own("train")
-    train = subset(train, config.train_subset, config.train_subset_seed) if config.train_subset else train
-    held_out = [problem for file in config.eval for problem in load_problems(file)]
+    pipeline, own = PIPELINES[config.pipeline], PIPELINES[config.pipeline].problems
+    how = dict(root=config.data_root, texts=config.task_texts, allow_missing=config.allow_missing)
+    [train] = load_files([config.train], pipeline, **how).values() if config.train else [own("train")]
+    train = subset(train, config.train_subset, seed=42) if config.train_subset else train
+    held_out = [problem for part in load_files(config.eval, pipeline, **how).values() for problem in part]
     for sentence in check_problems(train if config.train else [], held_out):
         require(config.allow_repeats, f"{sentence}: give --allow-repeats to go on all the same")
         complain(sentence, 0)
     require(config.problems <= len(train), f"--problems {config.problems}: there are {len(train)} only")
+    for p in [*train, *held_out] if config.train else ():  # half of the room is left for what agents write
+        size = sum(file.stat().st_size for file in (p.table.train, p.table.test)) if p.table else 0
+        require(size < config.sandbox_disk << 19, f"{p.id} takes {size >> 20} MiB: --sandbox-disk must be twice that")
     return train, (held_out or (own("held-out") if own else []))[: config.eval_problems]
 
 def make_coach(config, device, dtype):
@@ -614,8 +615,7 @@ def open_run(config):
         os.makedirs(config.out, exist_ok=True)
         text = json.dumps(asdict(config), indent=1)
         if rank() == 0: write_atomically(os.path.join(config.out, "config.json"), text)
-    except OSError as error:
-        raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
+    except OSError as error: raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
 
 def make_policies(start, pipeline, config):
     """One Policy for each agent, or a single one with --share-weights; each a copy of the starting network."""
@@ -628,19 +628,27 @@ def make_policies(start, pipeline, config):
 def stop_on_signals():
     """An Event that Ctrl-C, or torchrun's SIGTERM, sets; a second Ctrl-C ends the process where it stands."""
     asked = threading.Event()
-    def ask(number, frame):
-        asked.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    ask = lambda *_: (asked.set(), signal.signal(signal.SIGINT, signal.default_int_handler))
     for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, ask)
     return asked
 
 def problems_of_step(problems, step, count, seed):
     """The problems of step 0..: passes over the training problems, each in an order that depends on (seed, pass) alone.
     Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left to later passes."""
-    steps, order = len(problems) // count, list(range(len(problems)))
+    steps, order, kinds = len(problems) // count, list(range(len(problems))), {}
     random.Random(digest("order", seed, step // steps)).shuffle(order)
+    for i in order: kinds.setdefault(problems[i].table and problems[i].table.kind, []).append(i)
+    # stratified: every part of the order holds classification and regression in the proportion of the whole
+    order = [i for _, i in sorted(((k + 0.5) / len(kind), i) for kind in kinds.values() for k, i in enumerate(kind))]
     start = step % steps * count
     return [problems[i] for i in order[start : start + count]]
+
+def open_sandbox(config, pipeline):
+    """The sandbox of this process, with its share of the machine's cores."""
+    local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = sorted(os.sched_getaffinity(0))[local::processes] if hasattr(os, "sched_getaffinity") else None
+    limits = dict(timeout=config.sandbox_timeout, disk=config.sandbox_disk << 20)
+    return Sandbox(config.sandbox, pipeline.preload, cores, **limits)
 
 def train(config):
     """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
@@ -650,7 +658,7 @@ def train(config):
     device, pipeline = start_processes(config), PIPELINES[config.pipeline]
     dtype = model.compute_dtype(device)
     (problems, held_out), (coach, api) = read_problems(config), make_coach(config, device, dtype)
-    with Sandbox(config.sandbox, cores=own_cores(), timeout=config.sandbox_timeout) as sandbox:
+    with open_sandbox(config, pipeline) as sandbox:
         if config.model:
             start = model.load(config.model, device, dtype)  # before the folder is claimed: the model may be missing
             open_run(config)
@@ -701,22 +709,20 @@ def train_step(run, step):
     started, config = time.monotonic(), run.config
     problems = problems_of_step(run.train, step - 1, config.problems, config.seed)
     todo, how = make_jobs(problems, config.samples), sampling(config, ("train", config.seed, step))
-    arguments = networks(run.policies), run.tokenizer, todo, run.coach, run.sandbox, how
-    episodes = run_episodes(run.pipeline, *arguments)
+    episodes = run_episodes(run.pipeline, networks(run.policies), run.tokenizer, todo, run.coach, run.sandbox, how)
     records = sorted(gather([record(e) for e in episodes]), key=lambda r: r["index"])
     if rank() == 0: append_lines(os.path.join(config.out, "episodes.jsonl"), [dict(step=step) | r for r in records])
-    too_many = too_many_failures(records, config)
-    if too_many:
+    if (too_many := too_many_failures(records, config)):
         save_checkpoint(config.out, step - 1, run.policies, run.tokenizer)
         raise RunError(f"step {step}: {too_many}")
-    samples = make_samples(episodes, config)
-    agents = {}
+    samples, agents = make_samples(episodes, config), {}
     for policy in run.policies:
         own = [s for s in samples if s.action.agent in policy.agents]
         for name, metrics in update(policy, run.reference, own, step - 1, config).items():
             agents[name] = summarise_agent(records, name) | metrics
     accuracy = sum(r["correct"] for r in records) / len(records)
     metrics = dict(step=step, accuracy=accuracy, seconds=time.monotonic() - started, agents=agents)
+    if "kind" in records[0]: metrics["data"] = data_figures(records)
     return metrics | (dict(judge=judge_metrics(run.api)) if run.api else {})
 
 def judge_metrics(api):
@@ -724,8 +730,7 @@ def judge_metrics(api):
     parts = gather([api.take_counts()])
     seconds = sorted(s for _, part in parts for s in part)
     counts = {name: sum(c[name] for c, _ in parts) for name in ("calls", "hits", "retries", "failures", "tokens")}
-    latency = {f"p{q}": seconds[len(seconds) * q // 100] if seconds else None for q in (50, 95)}
-    return counts | latency
+    return counts | {f"p{q}": seconds[len(seconds) * q // 100] if seconds else None for q in (50, 95)}
 
 def too_many_failures(records, config):
     """A sentence if the coach failed on too many actions (the rest would be a biased choice of them), else nothing."""
@@ -750,9 +755,11 @@ def held_out_figures(run, models, when):
     c = run.config
     if not run.held_out: return None
     how = replace(sampling(c, ("eval", c.seed)), temperature=c.eval_temperature)
-    arguments = models, run.tokenizer, run.held_out, c.eval_samples, run.coach, run.sandbox, how
+    coach = run.coach if c.judge == "rules" else nobody  # others cost time and money, and accuracy needs none
+    arguments = models, run.tokenizer, run.held_out, c.eval_samples, coach, run.sandbox, how
     figures = summarise(evaluate(run.pipeline, *arguments), list(models))
-    if rank() == 0: print(f"held-out accuracy {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
+    share = f"{measure(figures)} {when} training: {100 * figures['accuracy']:.1f}%"
+    if rank() == 0: print(f"held-out {share}", flush=True)
     return figures
 
 def report(run, before, after):

@@ -4,6 +4,7 @@ import time
 import pytest
 import torch
 
+import agents
 import judge
 from agents import ARITHMETIC, MATHCHAT, InputError, Problem
 
@@ -56,8 +57,39 @@ def test_garbling_is_worse_than_passing_on():
 
 def test_the_rules_coach_does_not_guess_about_other_pipelines():
     case = judge.Case(Problem("1", "q", "1"), MATHCHAT.agents[0], {}, "text", None, "", None)
-    with pytest.raises(ValueError, match="arithmetic pipeline only"):
+    with pytest.raises(ValueError, match="arithmetic and tables only"):
         judge.rules([case])
+
+
+def table_verdict(agent, mistake="", before=(), after=None, status="ok", grade=None):
+    """The rules' score of an agent whose program has one line replaced (or left out)."""
+    problem = agents.TABLES.problems("train")[0]
+    right = agents.table_program(agent.name, problem.table.schema)
+    line, wrong = mistake or ("", "")
+    reply = right.replace(*(agents.fill_line(text, problem.table.schema) for text in (line, wrong))) if line else right
+    assert not line or reply != right
+    after = agent.must_write if after is None else after
+    files = [tuple((name, 9, "") for name in names) for names in (before, after)]
+    case = judge.Case(problem, agent, {}, reply, "ok", status, None, *files, grade)
+    return judge.rules([case])[0].score
+
+
+def test_table_rules_look_at_files_and_lines():
+    """Blame follows the file trail: the Analyst that fails for lack of X_test.npy is scored 6, the Engineer that did
+    not leave it 2; faults of a program that runs are told apart."""
+    engineer, modeler, analyst = agents.TABLES.agents
+    done = ("X_train.npy", "y_train.npy", "X_test.npy", "model.npz")
+    good, poor = judge.Grade("", {"accuracy": 0.9}), judge.Grade("", {"accuracy": 0.55})
+    assert table_verdict(engineer) == table_verdict(modeler, before=done) == 10
+    assert table_verdict(engineer, after=done[:2]) == 2 and table_verdict(engineer, after=(), status="error") == 1
+    assert table_verdict(analyst, before=done[:2] + done[3:], after=(), status="error") == 6
+    assert table_verdict(analyst, before=done, after=(), status="error") == 1
+    assert table_verdict(engineer, ("numbers = 'NUMBERS'", "numbers = 'KEY NUMBERS'")) == 4
+    assert table_verdict(modeler, ("RIGHT_MODEL", "WRONG_MODEL"), before=done) == 3
+    assert table_verdict(analyst, before=done, grade=good) == 10
+    assert table_verdict(analyst, before=done, grade=poor) == 6
+    assert table_verdict(analyst, before=done, grade=judge.Grade("there is no submission.csv")) == 2
+    assert table_verdict(analyst, ("writerow('KEY TARGET'", "writerow('TARGET KEY'"), before=done, grade=good) == 2
 
 
 @pytest.mark.parametrize(
@@ -299,6 +331,7 @@ PAIRS = [  # boxed answer, truth, equal in value?
     ("7 or 8", "7", False), ("7, 8", "7", False), ("78", "7", False), ("7 8", "78", False), ("", "7", False),
     ("1e3", "1000", False), ("2^{3}", "8", False), ("3!", "6", False), ("1_000", "1000", False), ("٧", "7", True),
     ("0x10", "16", False), ("inf", "inf", True), ("nan", "0", False), ("-0", "0", True), ("142", "142.0", True),
+    ("7 x", "7", False), ("7 i", "7", False), ("7 squared", "7", False), ("7 million", "7", False),
 ]  # fmt: skip
 
 

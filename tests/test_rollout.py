@@ -125,7 +125,7 @@ def test_no_workspace_is_left(monkeypatch, sandbox, tokenizer):
     """Also when the coach crashes in the middle."""
     made = []
     original = sandbox.make_workspace
-    monkeypatch.setattr(sandbox, "make_workspace", lambda: made.append(original()) or made[-1])
+    monkeypatch.setattr(sandbox, "make_workspace", lambda files: made.append(original(files)) or made[-1])
 
     def crash(batch):
         raise RuntimeError("coach is gone")

@@ -9,7 +9,7 @@ import torch
 import judge
 import model
 import train
-from agents import InputError, Problem
+from agents import InputError, Problem, Table
 from judge import Failure, Verdict
 from rollout import Action, Episode
 from train import Config, Sample
@@ -293,11 +293,21 @@ def test_learning_rate_by_hand():
 def test_the_order_of_problems_is_a_function_of_seed_and_step():
     """FAULT 29. Symptom: a resumed run repeats or skips problems. Guard: nothing to remember; every pass takes each
     problem once, in another order."""
-    problems = list(range(12))
+    problems = [Problem(str(i), "q") for i in range(12)]
     first = [train.problems_of_step(problems, step, 4, seed=0) for step in range(6)]
-    assert sorted(sum(first[:3], [])) == problems == sorted(sum(first[3:], []))
+    by_number = lambda part: sorted(sum(part, []), key=lambda problem: int(problem.id))
+    assert by_number(first[:3]) == problems == by_number(first[3:])
     assert first[:3] != first[3:] and first[4] == train.problems_of_step(problems, 4, 4, seed=0)
     assert first != [train.problems_of_step(problems, step, 4, seed=1) for step in range(6)]
+
+
+def test_every_step_holds_both_kinds_of_data_tasks():
+    """Stratified batches: 34 regressions and 30 classifications, 16 a step, never 16 of a kind or an odd mixture."""
+    tables = {kind: Table(kind, "id", ("y",), b"", b"", b"") for kind in ("regression", "classification")}
+    problems = [Problem(str(i), "q", table=tables["regression" if i < 34 else "classification"]) for i in range(64)]
+    for step in range(8):
+        batch = train.problems_of_step(problems, step, 16, seed=0)
+        assert len(set(batch)) == 16 and 8 <= sum(p.table.kind == "regression" for p in batch) <= 9
 
 
 @pytest.mark.parametrize(
