@@ -86,7 +86,7 @@ def number(text):
     text = re.sub(r"\\left|\\right|\\[,;:! ()]|[$%]|\\%", "", text).strip()
     text = re.sub(r"(?<!\d)(?<!\d )\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))", r"\1\3/\2\4", text)
     text = re.sub(r"^[a-zA-Z]\w*\s*=\s*", "", text)  # x = 5
-    text = re.sub(r"(?<=\d)\s+(?!squared|cubed|hundred|thousand|[mb]illion)[a-zA-Z]{2}[a-zA-Z ]*\.?$", "", text)  # 12 cm
+    text = re.sub(r"(?<=\d)\s+(?!squared|cubed|hundred|thousand|[mb]illion)[a-zA-Z]{2}[a-zA-Z ]*\.?$", "", text)  # cm
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).removesuffix(".")  # 1,024
     match = re.fullmatch(r"([-+]?(?:\d{1,50}(?:\.\d{1,50})?|\.\d{1,50}))(?:\s*/\s*([-+]?\d{1,50}))?", text)
     if not match or (match[2] and int(match[2]) == 0): return None
