@@ -129,7 +129,8 @@ def load_problems(path, root="", texts="", allow_missing=False):
     or number), and perhaps an id; or DSBench's, see load_task(). Ids get the file's name in front. Raises InputError,
     which names the file, the entry, and what is wrong with it. root, texts, allow_missing: see train.Config."""
     stem, problems, absent = Path(path).stem, [], []
-    texts = read_json("", texts) if texts else {}
+    texts = read_json(Path(texts).parent, Path(texts).name, what="folder of task texts") if texts else {}
+    require(isinstance(texts, dict) and all(isinstance(t, dict) for t in texts.values()), "task texts must be objects")
     for number, entry in enumerate(read_entries(path), 1):
         question, answer = entry.get("prompt") or entry.get("problem") or entry.get("question"), entry.get("answer")
         meta = entry.get("metadata")
@@ -160,7 +161,9 @@ def load_files(paths, pipeline, **how):
 
 def csv_head(path):
     """The names of the columns of a CSV file, and its first row."""
-    with open(path, encoding="utf-8-sig", newline="") as f: rows = [*itertools.islice(csv.reader(f), 2)]
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as f: rows = [*itertools.islice(csv.reader(f), 2)]
+    except (OSError, ValueError, csv.Error) as error: raise InputError(f"{path} cannot be read: {error}") from None
     return (rows + [[], []])[:2]
 
 def load_task(where, stem, prompt, meta, root, text):

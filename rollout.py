@@ -71,11 +71,6 @@ class Sampling:
     rows: int = 256  # contexts in one batch
     thinking: str = "default"  # on, off, or as the chat template has it
 
-    @property
-    def template(self):
-        """The chat template's switches."""
-        return {} if self.thinking == "default" else {"enable_thinking": self.thinking == "on"}
-
 def uniforms(stream, problem_id, sample_index, agent, turn, count):
     """One uniform number per token, in [0, 1), for one action. Neither the rank, nor the batch, nor the order of work
     enters: no change of hardware changes a draw. numpy guarantees RandomState's streams for ever."""
@@ -142,12 +137,13 @@ def may_act_again(agent, episode):
 
 def next_context(agent, episode, turn, tokenizer, how):
     """The ids under which the agent acts next: rendered for its first turn, extended from its last one afterwards."""
+    switches = {} if how.thinking == "default" else {"enable_thinking": how.thinking == "on"}
     if turn:
         last = episode.actions[-1]
         seen = last.observation or "no program was run"
         if agent.must_write: seen += "\n" + episode.handed["files"]
-        return extend(tokenizer, last.context_ids, last.ids, seen, **how.template)
-    return render(tokenizer, agent, episode.handed | {"max_new_tokens": str(how.max_new_tokens)}, **how.template)
+        return extend(tokenizer, last.context_ids, last.ids, seen, **switches)
+    return render(tokenizer, agent, episode.handed | {"max_new_tokens": str(how.max_new_tokens)}, **switches)
 
 def drop_too_long(episodes, contexts, agent, how):
     """End the episodes whose next context is over the limit, saying so; cutting it would hide what the agent missed."""

@@ -47,6 +47,35 @@ def test_half_of_the_demonstrations_are_wrong():
     assert all(0.4 < sum(r) / len(r) < 0.6 for r in (right["Coder"], right["Verifier"]))
 
 
+def test_tables_are_disjoint_and_their_texts_in_the_vocabulary():
+    """Train and held-out tasks share no question; half of each agent's demonstrations are wrong; and the tiny model can
+    write every right and every wrong program."""
+    tables = agents.TABLES
+    train, held_out = tables.problems("train"), tables.problems("held-out")
+    assert not {p.question for p in train} & {p.question for p in held_out} and len(held_out) == 200
+    assert train[:3] == tables.problems("train")[:3] and {p.table.kind for p in train} == set(agents.MODEL_OF)
+    words, right = model.tiny_tokenizer(tables.pieces), {agent.name: [] for agent in tables.agents}
+    schemas = {p.question: p.table.schema for p in train}
+    for i in range(2000):
+        d = tables.demonstration(random.Random(i))
+        for text in [d.agent.prompt.format(**d.values), d.reply, *(t for turn in d.turns for t in turn)]:
+            ids = words(text)["input_ids"]
+            assert words.unk_token_id not in ids and words.decode(ids) == text and len(ids) < 40
+        if d.values["problem"] in schemas:
+            program = agents.table_program(d.agent.name, schemas[d.values["problem"]])
+            right[d.agent.name].append(d.reply == program)
+    assert all(0.35 < sum(r) / len(r) < 0.65 for r in right.values()), right
+
+
+def test_answers_never_enter_a_workspace():
+    """No file of a task that agents get holds the true targets of the test rows."""
+    for problem in agents.TABLES.problems("held-out")[:20]:
+        ids = [line.split(b",")[0] for line in problem.table.answers.splitlines()[1:]]
+        target = problem.table.targets[0].encode()
+        assert target not in problem.table.test and not any(b"\n" + i + b"," in problem.table.train for i in ids)
+        assert all(b"\n" + i + b"," in problem.table.test for i in ids)
+
+
 def test_a_later_turn_extends_the_ids_of_the_earlier_one(tokenizer):
     """FAULTS 9, 10, 19, 22. Symptom: the agent's second action is trained under a prompt that it never saw. Cause: the
     history is decoded, stripped and rendered again. Guard: context + sampled ids + observation, with ids that no text

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 import agents
+import eval
 import judge
 import model
 import rollout
+import train
 from agents import DSBENCH, InputError, Problem, Table, load_problems
 from rollout import Sampling, make_jobs, run_episodes
 
@@ -276,6 +278,71 @@ def test_the_official_files_are_read():
             pytest.skip("the official task files are not here")
         with pytest.raises(InputError, match=f"the data of {count} tasks are absent"):
             load_problems(path, texts=folder / "dsbench_modeling_cleaned_prompts.json")
+
+
+def small_tasks(root):
+    """Two tasks laid out as DSBench's, of four rows each: enough for a model that writes nonsense."""
+    lines = []
+    for name, kind, values in (("r", "regression", "123"), ("c", "classification", "010")):
+        (root / name).mkdir()
+        (root / name / "train.csv").write_text("id,x,y\n1,0,1\n2,1,0\n")
+        (root / name / "test.csv").write_text("id,x\n7,0\n8,1\n9,0\n")
+        (root / name / "answers").mkdir()
+        rows = "".join(f"{i},{v}\n" for i, v in zip((7, 8, 9), values))
+        (root / name / "answers" / "test_answer.csv").write_text("id,y\n" + rows)
+        meta = dict(task_id=name, data_type=kind, train_file=f"{name}/train.csv", test_file=f"{name}/test.csv",
+                    answer_dir=f"{name}/answers")  # fmt: skip
+        lines.append(json.dumps(dict(prompt="Predict y of " + name, answer=None, metadata=meta)))
+    (root / "tasks.json").write_text("\n".join(lines))
+    return str(root / "tasks.json")
+
+
+def test_the_commands_run_the_dsbench_preset(base, tmp_path, endpoint, monkeypatch, capfd):
+    """train.py --preset dsbench and eval.py, whole, on task files in the official layout, with a coach behind an API and
+    a model that writes nonsense: every episode ends as an invalid submission with its reason, and nothing stalls."""
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    tasks, out = small_tasks(tmp_path), tmp_path / "run"
+    small = ["--max-new-tokens", "12", "--steps", "1", "--problems", "2", "--train-batch", "4", "--eval-every", "1"]
+    given = ["--preset", "dsbench", "--model", str(base), "--train", tasks, "--data-root", str(tmp_path), *small]
+    coach = ["--judge-url", f"http://127.0.0.1:{endpoint.server_port}/v1", "--judge-model", "m", "--out", str(out)]
+    assert train.main([*given, *coach, "--judge-key-env", ""]) == 0, capfd.readouterr().err
+    [metrics] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert metrics["accuracy"] == 0 and metrics["data"]["regression"]["fair_rmse_range"] == 50.0
+    assert metrics["agents"]["Engineer"]["score"] == 7.0 and metrics["agents"]["Analyst"]["score"] == 2.0  # the ceiling
+    first = json.loads((out / "episodes.jsonl").read_text().splitlines()[0])
+    assert first["invalid"] == "there is no submission.csv" and len(first["actions"]) == 12
+    assert "train.csv: 19 bytes, 2 x 3" in endpoint.seen[1][2]["messages"][1]["content"]
+    capfd.readouterr()
+    options = ["--run", str(out), "--data", tasks, "--data-root", str(tmp_path), "--samples", "1", "--json"]
+    eval.main(options)
+    printed = capfd.readouterr().out
+    figures = json.loads(printed.splitlines()[-1])
+    assert figures["trained"]["data"]["classification"]["fair_accuracy"] == 0.5 and "success 0.0%" in printed
+    assert ["Analyst", "regression", 8, None, 2.0, None] in figures["coach"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--train", "maths.json"], "are not of the dsbench pipeline's kind"),
+        (["--sandbox-disk", "1", "--train", "big.json"], "--sandbox-disk must be twice that"),
+        (["--train", "tasks.json", "--data-root", "nowhere"], "the data of 2 tasks are absent: r (no nowhere"),
+        (["--train", "tasks.json", "--judge", "rules"], "the rules coach knows the miniature only"),
+        (["--train", "tasks.json", "--task-texts", "none.json"], "it has no none.json"),
+    ],
+)
+def test_bad_data_tasks_are_one_sentence(base, tmp_path, monkeypatch, capfd, options, message):
+    monkeypatch.chdir(tmp_path)
+    small_tasks(tmp_path)
+    (tmp_path / "maths.json").write_text('[{"prompt": "1 + 1", "answer": 2}]')
+    (tmp_path / "big.json").write_text((tmp_path / "tasks.json").read_text())
+    with open(tmp_path / "r" / "test.csv", "a") as f:
+        f.truncate(2 << 20 if "big.json" in options else 99)
+    given = ["--preset", "dsbench", "--model", str(base), "--judge-url", "http://localhost:1/v1", "--judge-model", "m",
+             "--problems", "1", "--out", "run"]  # fmt: skip
+    assert train.main([*given, *options]) == 2
+    errors = capfd.readouterr().err
+    assert message in errors and errors.count("\n") == 1, errors
 
 
 def test_the_host_never_unpickles():

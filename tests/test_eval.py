@@ -61,3 +61,46 @@ def test_failed_verdicts_are_counted_and_not_averaged():
     figures = eval.summarise_agent([episode("a", True, score=None), episode("b", True, score=8.0)], "A")
     assert figures["score"] == 8.0 and figures["failures"] == 1
     assert eval.summarise_agent([episode("a", True, score=None)], "A")["score"] is None
+
+
+def data_episode(kind, metrics, score, name="Analyst"):
+    record = episode("p" + str(score), bool(metrics), score=score)
+    record["actions"][0]["agent"] = name
+    quality = metrics.get("accuracy", 1 - metrics.get("rmse_range", 50.0) / 50)
+    return record | dict(kind=kind, metrics=metrics, outcome=quality, invalid="" if metrics else "none")
+
+
+def test_fair_figures_count_failed_episodes():
+    """The paper's "fair" figures: a failed episode is 50% RMSE, 0.5 accuracy, 0 F1. Without them a system that hands in
+    only what is easy looks better than one that always hands in something."""
+    records = [
+        data_episode("regression", dict(rmse=2.0, mae=1.0, rmse_range=10.0), 8.0),
+        data_episode("regression", {}, 2.0),
+        data_episode("classification", dict(accuracy=0.9, f1=0.8, roc_auc=0.7), 9.0),
+        data_episode("classification", dict(accuracy=0.7, f1=0.6), 7.0),  # three classes: no roc_auc
+        data_episode("classification", {}, 1.0),
+    ]
+    figures = eval.summarise(records, ["Analyst"])
+    assert figures["accuracy"] == pytest.approx(3 / 5) and eval.measure(figures) == "success"
+    regression, classification = figures["data"]["regression"], figures["data"]["classification"]
+    assert regression == dict(episodes=2, success=0.5, rmse=2.0, mae=1.0, rmse_range=10.0, fair_rmse_range=30.0)
+    assert classification["success"] == pytest.approx(2 / 3) and classification["accuracy"] == pytest.approx(0.8)
+    assert classification["fair_accuracy"] == pytest.approx((0.9 + 0.7 + 0.5) / 3)
+    assert classification["fair_f1"] == pytest.approx(1.4 / 3) and classification["roc_auc"] == pytest.approx(0.7)
+    nothing = eval.data_figures(records[1:2])["regression"]
+    assert nothing["rmse_range"] is None and nothing["fair_rmse_range"] == 50.0
+
+
+def test_the_coach_is_held_against_the_truth():
+    """The paper's coach scores regression higher than classification whatever comes out. Guard: a table of agent and
+    kind of task, from the true outcomes."""
+    records = [
+        data_episode("regression", dict(rmse_range=10.0), 9.0), data_episode("regression", {}, 3.0),
+        data_episode("classification", dict(accuracy=0.9), 4.0), data_episode("classification", {}, 4.0),
+        data_episode("classification", dict(accuracy=0.5), None),
+    ]  # fmt: skip
+    rows = eval.coach_against_truth(records, ["Analyst", "Modeler"])
+    assert rows[0] == ("Analyst", "classification", 2, 4.0, 4.0, None)  # no spread: nothing can be said
+    assert rows[1] == ("Analyst", "regression", 2, 9.0, 3.0, pytest.approx(1.0))
+    assert rows[2:] == [("Modeler", kind, 0, None, None, None) for kind in ("classification", "regression")]
+    assert eval.coach_against_truth([episode("a", True) | dict(outcome=1.0)], ["A"]) == [("A", "", 1, 5.0, None, None)]

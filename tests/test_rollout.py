@@ -172,7 +172,11 @@ def test_every_turn_scores_as_it_was_sampled(sandbox, base):
     assert (scored.detach() - sampled).abs().max() < 1e-5
 
 
-def test_the_thinking_switch_reaches_the_template():
-    assert Sampling(("t",)).template == {}
-    assert Sampling(("t",), thinking="off").template == {"enable_thinking": False}
-    assert Sampling(("t",), thinking="on").template == {"enable_thinking": True}
+def test_the_thinking_switch_reaches_the_template(monkeypatch):
+    """Qwen3 thinks unless told not to; templates without such a switch are given none."""
+    seen = []
+    monkeypatch.setattr(rollout, "render", lambda *_, **switches: seen.append(switches))
+    for thinking in ("default", "off", "on"):
+        episode = rollout.Episode(0, PROBLEM, 0)
+        rollout.next_context(ARITHMETIC.agents[0], episode, 0, None, Sampling(("t",), thinking=thinking))
+    assert seen == [{}, {"enable_thinking": False}, {"enable_thinking": True}]
