@@ -207,6 +207,36 @@ def test_programs_overlap_with_generation(monkeypatch, sandbox):
     assert time.monotonic() - started < 4 * 0.3 + 2 * 0.25  # one batch's programs behind the last sampling, not four
 
 
+def test_64_programs_finish_without_a_stall(monkeypatch, capsys):
+    """64 programs that keep their core busy, while the batches behind them are sampled: they take as long as the cores
+    need, and no zombie, program or workspace is left. The full measure:
+    MAPPA_PROGRAM_SECONDS=1 pytest tests/test_dsbench.py -k 64 -s"""
+    seconds, sampling, cores = float(os.environ.get("MAPPA_PROGRAM_SECONDS", 0.1)), 0.0, len(os.sched_getaffinity(0))
+    tokenizer = model.tiny_tokenizer(list(string.printable))
+    busy = f"```python\nimport time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass\n```"
+    ids = tokenizer(busy)["input_ids"] + [tokenizer.eos_token_id]
+
+    def scripted(network, contexts, draws, limit, temperature):
+        nonlocal sampling
+        time.sleep(4 * seconds)
+        sampling += 4 * seconds
+        return [model.Completion(ids, [-1.0] * len(ids), False) for _ in contexts]
+
+    monkeypatch.setattr(rollout, "sample", scripted)
+    coder = agents.Pipeline("p", (agents.Agent("Coder", "{problem}", uses_tools=True),), show=lambda r: r.status)
+    jobs, how = make_jobs([Problem(str(i), "1") for i in range(64)], 1), Sampling(("t",), rows=8)
+    with agents.Sandbox(preload=DSBENCH.preload) as sandbox:
+        started = time.monotonic()
+        run_episodes(coder, {"Coder": None}, tokenizer, jobs, lambda cases: [judge.Verdict(1, "")] * 64, sandbox, how)
+        took = time.monotonic() - started
+        below = agents.descendants(os.getpid())
+    with capsys.disabled():
+        print(f"\n64 programs of {seconds} s on {cores} cores beside {sampling:.1f} s of sampling: {took:.1f} s")
+    assert all(e.actions[0].observation == "ok" and not os.path.exists(e.workspace) for e in jobs)
+    assert took < 64 * (seconds + 0.1) / cores + 0.75 * sampling + 2
+    assert not any(is_zombie(pid) for pid in below) and len(below) <= 1  # the zygote
+
+
 def listing(sandbox, code):
     workspace = sandbox.make_workspace({"train.csv": b'id,"a, b"\n1,2\n3,4\n'})
     assert sandbox.run(code, workspace).status == "ok"

@@ -300,3 +300,41 @@ def test_a_spent_budget_stops_the_run_cleanly(base, files, tmp_path, endpoint, m
     assert saved_step(out) == 1
     assert train.main(["--out", str(out), "--resume", "--judge-budget-calls", "0"]) == 0
     assert saved_step(out) == 2 and [line["step"] for line in lines(out / "metrics.jsonl")] == [1, 2]
+
+
+def sandboxes():
+    """The processes of all sandboxes that were started from these files."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as f:
+                found |= {pid} if f"{ROOT}/agents.py".encode() in f.read() else set()
+        except OSError:
+            pass
+    return found
+
+
+def test_tables_leave_nothing_behind_after_ctrl_c(tmp_path):
+    """The second pipeline, small, stopped in the middle of its programs by two Ctrl-C: no workspace and no process of
+    the sandbox is left, and the run goes on when it is started again."""
+    workspaces = tmp_path / "tmp"
+    workspaces.mkdir()
+    for folder in (workspaces, *workspaces.parents):  # programs run as nobody, which must reach its workspace
+        if folder.owner() == "root" and folder != workspaces.anchor:
+            folder.chmod(folder.stat().st_mode | 0o711)
+    before, environment = sandboxes(), ENVIRONMENT | {"TMPDIR": str(workspaces)}
+    small = ["--pipeline", "tables", "--warm-steps", "3", "--steps", "2", "--problems", "8", "--train-batch", "16"]
+    begin = command(tmp_path / "run", [*small, "--eval-problems", "0", "--save-every", "1"])
+    process = subprocess.Popen(begin, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len(list(workspaces.glob("workspace-*"))) > 8, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    again = command(tmp_path / "run", ["--resume"])
+    assert subprocess.run(again, cwd=ROOT, env=environment, capture_output=True).returncode == 0
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert {"regression", "classification"} <= set(metrics(tmp_path / "run")[0]["data"])
+    assert list(workspaces.glob("workspace-*")) == []
+    assert not sandboxes() - before
