@@ -277,7 +277,8 @@ LIBRARIES = ", ".join(name for name in ("numpy", "pandas", "sklearn", "lightgbm"
 
 def show_files(files):
     """What Sandbox.list_files found, as agents and coach read it: lines like "test.csv: 1,234 bytes, 40 x 2"."""
-    return "\n".join(f"{name}: {size:,} bytes{', ' * bool(shape) + shape}" for name, size, shape in files) or "(none)"
+    lines = [f"{name}: {size:,} bytes{', ' * bool(shape) + shape}" for name, size, shape in files[:50]]
+    return "\n".join(lines + [f"and {len(files) - 50} more"] * (len(files) > 50)) or "(none)"
 
 DATA_TEAM = ("You are one of three agents who solve a data-analysis task in one folder, one after another: the "
     "Engineer turns train.csv and test.csv into features, the Modeler fits a model to them, and the Analyst uses both "
@@ -825,15 +826,16 @@ class Sandbox(AbstractContextManager):
         subprocess.run(["rm", "-rf", "--", workspace], stderr=subprocess.DEVNULL)
         self.workspaces.discard(workspace)
 
-    def list_files(self, workspace, most=50):
-        """[(name, bytes, "rows x columns" of a CSV, else "")] of the plain files in the folder, sorted, at most `most`.
+    def list_files(self, workspace):
+        """((name, bytes, "rows x columns" of the first CSVs, else ""), ...) of the plain files in the folder, sorted.
         It goes into prompts: only names that print, cut to 100 characters."""
         found = []
         with suppress(OSError):             # a program may have locked or removed the folder
             for entry in sorted(os.scandir(workspace), key=lambda entry: entry.name):
-                if entry.is_file(follow_symlinks=False) and entry.name.isprintable() and len(found) < most:
-                    found.append((entry.name[:100], entry.stat().st_size, self.csv_shape(workspace, entry.name)))
-        return found
+                if entry.is_file(follow_symlinks=False) and entry.name.isprintable():
+                    shape = self.csv_shape(workspace, entry.name) if len(found) < 50 else ""
+                    found.append((entry.name[:100], entry.stat().st_size, shape))
+        return tuple(found)
 
     def csv_shape(self, workspace, name):
         """Rows, header not counted, x columns of a CSV, by its line ends and its first line; "" for what is no such."""

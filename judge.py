@@ -30,8 +30,7 @@ class Grade:
     @property
     def quality(self):
         """In [0, 1]: the accuracy, or how far the RMSE is below half of the target's range; 0 if it is invalid."""
-        error = min(1.0, self.metrics.get("rmse_range", 0.0) / 50)
-        return 0.0 if self.reason else self.metrics.get("accuracy", 1 - error)
+        return 0.0 if self.reason else self.metrics.get("accuracy", 1 - min(1, self.metrics.get("rmse_range", 0) / 50))
 
 @dataclass(frozen=True)
 class Case:

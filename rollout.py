@@ -205,7 +205,7 @@ def record(episode):
         actions.append(dict(agent=a.agent, turn=a.turn, text=a.text, tokens=len(a.ids), truncated=a.truncated,
                             status=a.status, observation=a.observation, score=v.score if judged else None,
                             reason=v.reason if judged else None, opinion=v.correct if judged else None,
-                            failure=failure, files=[name for name, *_ in a.after]))
+                            failure=failure, files=[name for name, *_ in a.after[:50]]))
     grade = e.grade or judge.Grade(e.error or "nothing was submitted")
     data = dict(kind=problem.table.kind, invalid=grade.reason, metrics=grade.metrics) if problem.table else {}
     return data | dict(

@@ -36,7 +36,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 import judge, model
-from agents import PIPELINES, InputError, Pipeline, Sandbox, SandboxError, digest, extend, render, require
+from agents import LIBRARIES, PIPELINES, InputError, Pipeline, Sandbox, SandboxError, digest, extend, render, require
 from agents import check_problems, load_files, read_json, subset
 from eval import data_figures, evaluate, latest_checkpoint, measure, nobody, print_summary, summarise, summarise_agent
 from rollout import Sampling, gather, make_jobs, rank, record, run_episodes, world
@@ -673,6 +673,7 @@ def train(config):
         if rank() == 0:
             for name in ("metrics", "episodes", "evaluations"): cut_log(os.path.join(config.out, name + ".jsonl"), done)
             size = sum(p.numel() for p in reference.parameters())
+            if pipeline.preload: print(f"the agents' programs find these libraries installed: {LIBRARIES}")
             print(f"{len(policies)} x {size:,} weights, {world()} x {device.type}, run folder {config.out}")
         before = held_out_figures(run, dict.fromkeys(networks(policies), reference), "before")
         if not steps_until_stop(run, done): return 130

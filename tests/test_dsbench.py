@@ -252,10 +252,12 @@ def test_listings_hold_plain_files_with_printable_names(sandbox):
         "with open('sparse.csv', 'wb') as f: f.truncate(30 << 20)"
     )
     found = listing(sandbox, code)
-    assert found == [("empty.csv", 0, ""), ("sparse.csv", 30 << 20, "0 x 1"), ("train.csv", 18, "2 x 2"),
-                     ("x" * 100, 0, "")]  # fmt: skip
+    assert found == (("empty.csv", 0, ""), ("sparse.csv", 30 << 20, "0 x 1"), ("train.csv", 18, "2 x 2"),
+                     ("x" * 100, 0, ""))  # fmt: skip
     many = listing(sandbox, "for i in range(1000): open(f'{i:04}', 'w')")
-    assert len(many) == 50 and many[0] == ("0000", 0, "")
+    assert len(many) == 1001 and many[0] == ("0000", 0, "") and many[-1] == ("train.csv", 18, "")  # none is hidden
+    shown = agents.show_files(many).splitlines()
+    assert shown[49] == "0049: 0 bytes" and shown[50:] == ["and 951 more"]
 
 
 def test_files_that_were_not_closed_are_written(sandbox):
