@@ -3,7 +3,7 @@
 Part of the paper: its evaluation, with the statistics that its code gets wrong. Accuracy comes from the true answers
 alone; the coach's scores stand beside it. All intervals resample problems, not samples: the samples of one problem are
 not independent, and the paper's Fisher tests, which take them so, are too confident.
-Data tasks get success rate and metrics, also "fair" ones, in which a failed episode counts. Left out: significance tests.
+Data tasks get "fair" figures as well, in which failed episodes count. What we leave out: significance tests.
 
     python eval.py --run runs/arithmetic --json     # base model against last checkpoint; a JSON object as the last line
     python eval.py --model Qwen/Qwen3-4B --data aime_2025.json amc_eval_32.json --samples 4 --temperature 0.6"""

@@ -3,7 +3,9 @@ import numpy as np
 import pytest
 
 import judge
-from agents import InputError, Table
+import train
+from agents import InputError, Problem, Table
+from rollout import Action, Episode
 
 IDS = [str(i) for i in range(100, 112)]
 
@@ -137,3 +139,19 @@ def test_grading_agrees_with_scikit_learn():
         assert not grade.reason and set(grade.metrics) == set(expected)
         for name, value in expected.items():
             assert grade.metrics[name] == pytest.approx(value, abs=1e-12, rel=1e-12), (seed, name)
+
+
+def test_outcome_rewards_are_the_quality_of_the_submission():
+    """The control experiment pays every agent for the end result: how good a submission is, and nothing for none."""
+    problem = Problem("p", "?", table=BINARY)
+    for grade, outcome, valid in (
+        (judge.Grade("", {"accuracy": 0.8}), 0.8, True), (judge.Grade("", {"rmse_range": 10.0}), 0.8, True),
+        (judge.Grade("", {"rmse_range": 400.0}), 0.0, True), (judge.Grade("empty"), 0.0, False), (None, 0.0, False),
+    ):  # fmt: skip
+        action = Action("Engineer", 0, [1], [2], [-1.0], False, "", verdict=judge.Verdict(4, ""))
+        episode = Episode(0, problem, 0, [action], grade=grade)
+        assert episode.outcome == pytest.approx(outcome) and episode.correct is valid
+        rewards = {"outcome": outcome, "process": 0.4, "mixed": (outcome + 0.4) / 2}
+        for kind, reward in rewards.items():
+            [sample] = train.make_samples([episode], train.Config(reward=kind))
+            assert sample.reward == pytest.approx(reward)
