@@ -149,7 +149,6 @@ def test_attacks_are_contained_reported_and_the_run_goes_on(monkeypatch, sandbox
     honest = len(ATTACKS) - 1
     script = [f"```python\n{code}\n```" for code in attacks]
     script += [ENGINEER] * honest + [MODELER.format("LogisticRegression")] * honest + [ANALYST] * (honest + 3)
-    before = {int(p) for p in os.listdir("/proc") if p.isdigit()}
     episodes, sent = play(monkeypatch, sandbox, problems, script)
     for episode, (name, text), (what, (_, status, shown)) in zip(episodes, sent, ATTACKS.items()):
         first = episode.actions[0]
@@ -164,8 +163,7 @@ def test_attacks_are_contained_reported_and_the_run_goes_on(monkeypatch, sandbox
         else:
             assert episode.correct, (what, episode.grade, [a.observation for a in episode.actions])
     assert not os.path.exists("/tmp/owned")
-    left = [p for p in {int(p) for p in os.listdir("/proc") if p.isdigit()} - before if is_zombie(p)]
-    assert not left, left
+    assert len(left := agents.descendants(os.getpid())) == 1 and not is_zombie(left[0])  # the zygote
 
 
 def is_zombie(pid):
@@ -233,7 +231,7 @@ def test_64_programs_finish_without_a_stall(monkeypatch, capsys):
     with capsys.disabled():
         print(f"\n64 programs of {seconds} s on {cores} cores beside {sampling:.1f} s of sampling: {took:.1f} s")
     assert all(e.actions[0].observation == "ok" and not os.path.exists(e.workspace) for e in jobs)
-    assert took < 64 * (seconds + 0.1) / cores + 0.75 * sampling + 2
+    assert took < 64 * (seconds + 0.4) / cores + sampling  # 0.4 s: other work on the machine; a stall takes minutes
     assert not any(is_zombie(pid) for pid in below) and len(below) <= 1  # the zygote
 
 
