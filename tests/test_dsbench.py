@@ -149,6 +149,7 @@ def test_attacks_are_contained_reported_and_the_run_goes_on(monkeypatch, sandbox
     honest = len(ATTACKS) - 1
     script = [f"```python\n{code}\n```" for code in attacks]
     script += [ENGINEER] * honest + [MODELER.format("LogisticRegression")] * honest + [ANALYST] * (honest + 3)
+    before = set(agents.descendants(os.getpid()))  # the zygote
     episodes, sent = play(monkeypatch, sandbox, problems, script)
     for episode, (name, text), (what, (_, status, shown)) in zip(episodes, sent, ATTACKS.items()):
         first = episode.actions[0]
@@ -163,7 +164,7 @@ def test_attacks_are_contained_reported_and_the_run_goes_on(monkeypatch, sandbox
         else:
             assert episode.correct, (what, episode.grade, [a.observation for a in episode.actions])
     assert not os.path.exists("/tmp/owned")
-    assert len(left := agents.descendants(os.getpid())) == 1 and not is_zombie(left[0])  # the zygote
+    assert set(agents.descendants(os.getpid())) == before and not any(map(is_zombie, before))
 
 
 def is_zombie(pid):
@@ -223,11 +224,12 @@ def test_64_programs_finish_without_a_stall(monkeypatch, capsys):
     monkeypatch.setattr(rollout, "sample", scripted)
     coder = agents.Pipeline("p", (agents.Agent("Coder", "{problem}", uses_tools=True),), show=lambda r: r.status)
     jobs, how = make_jobs([Problem(str(i), "1") for i in range(64)], 1), Sampling(("t",), rows=8)
+    others = set(agents.descendants(os.getpid()))
     with agents.Sandbox(preload=DSBENCH.preload) as sandbox:
         started = time.monotonic()
         run_episodes(coder, {"Coder": None}, tokenizer, jobs, lambda cases: [judge.Verdict(1, "")] * 64, sandbox, how)
         took = time.monotonic() - started
-        below = agents.descendants(os.getpid())
+        below = set(agents.descendants(os.getpid())) - others
     with capsys.disabled():
         print(f"\n64 programs of {seconds} s on {cores} cores beside {sampling:.1f} s of sampling: {took:.1f} s")
     assert all(e.actions[0].observation == "ok" and not os.path.exists(e.workspace) for e in jobs)
