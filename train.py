@@ -120,7 +120,7 @@ PRESETS = {
         sandbox_disk=4096, micro_batch_tokens=32_768, sample_rows=32, eval_every=2)}
 
 # what may change when a run goes on: none of these changes a number
-FREE_ON_RESUME = ("resume", "out", "preset", "save_every", "micro_batch_tokens", "gradient_checkpointing",
+FREE_ON_RESUME = ("resume", "out", "preset", "data_root", "save_every", "micro_batch_tokens", "gradient_checkpointing",
                   "sample_rows", "device", "collective_timeout", "judge_url", "judge_key_env", "judge_cache",
                   "judge_budget_calls", "judge_budget_tokens", "judge_concurrency", "judge_deadline")
 
