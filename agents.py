@@ -649,9 +649,9 @@ def run_program(job, limits, log):
     with suppress(BaseException):   # the interpreter's end: wait for threads, call what was registered
         threading._shutdown()
         atexit._run_exitfuncs()
-        out.flush()
         main.__dict__.clear()       # closes files that it left open, else what it wrote last is lost
         gc.collect()
+        out.flush()
     os._exit(exit_code & 255)
 
 def supervise(control):
