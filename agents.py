@@ -280,6 +280,10 @@ def show_files(files):
     lines = [f"{name}: {size:,} bytes{', ' * bool(shape) + shape}" for name, size, shape in files[:50]]
     return "\n".join(lines + [f"and {len(files) - 50} more"] * (len(files) > 50)) or "(none)"
 
+def absent(names, files):
+    """Those of the names that Sandbox.list_files did not find."""
+    return [name for name in names if name not in {found for found, *_ in files}]
+
 DATA_TEAM = ("You are one of three agents who solve a data-analysis task in one folder, one after another: the "
     "Engineer turns train.csv and test.csv into features, the Modeler fits a model to them, and the Analyst uses both "
     "to write submission.csv. The team succeeds only if that is valid: one row for each row of test.csv, with the "

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import model
 from agents import Agent, InputError, Problem, after_thinking, defuse, extract_program, require, show_files, value
-from agents import TABLE_LINES, fill_line
+from agents import TABLE_LINES, absent, fill_line
 
 # ---- What goes in and what comes out ---------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -45,11 +45,6 @@ class Case:
     before: tuple = ()  # the files in the workspace before the action, as Sandbox.list_files tells them
     after: tuple = ()  # and after it
     grade: Grade | None = None  # of the submission after it; None for agents whose coach is not shown the truth
-
-    @property
-    def missing(self):
-        """The files that the agent must write and that are not there."""
-        return [name for name in self.agent.must_write if name not in {name for name, *_ in self.after}]
 
 @dataclass(frozen=True)
 class Verdict:
@@ -171,8 +166,9 @@ def read_answers(table):
         rows = read_csv(data, [table.id_column, *table.targets])
         for texts in zip(*rows.values()):
             try: columns.append(numbers_of(texts))
-            except ValueError: columns.append(np.array(texts))
-            if columns[-1].dtype.kind == "U" and table.kind == "regression": numbers_of(texts)  # says which is none
+            except ValueError:
+                if table.kind == "regression": raise
+                columns.append(np.array(texts))
     except (ValueError, csv.Error) as error: raise InputError(f"answers {str(table.answers)[:99]}: {error}") from None
     return list(rows), columns
 
@@ -232,11 +228,11 @@ def score_table(case):
     """An agent of the tables pipeline. Blame follows the files: who fails for lack of one that an earlier agent owed is
     not at fault. Else its program counts, line by line, and for the Analyst also what its submission measures."""
     needs = {"Modeler": ("X_train.npy", "y_train.npy"), "Analyst": ("X_test.npy", "model.npz")}.get(case.agent.name, ())
-    lacking = [name for name in needs if name not in {name for name, *_ in case.before}]
+    lacking, missing = absent(needs, case.before), absent(case.agent.must_write, case.after)
     if extract_program(case.reply) is None: return Verdict(0, "there is no program")
     if case.status != "ok" and lacking: return Verdict(6, f"{lacking[0]} was never left for it: not its own fault")
     if case.status != "ok": return Verdict(1, "the program fails")
-    if case.missing: return Verdict(2, f"{case.missing[0]} is missing: whoever needs it must fail")
+    if missing: return Verdict(2, f"{missing[0]} is missing: whoever needs it must fail")
     for line, _, score, reason in TABLE_LINES[case.agent.name]:
         if fill_line(line, case.problem.table.schema) not in case.reply: return Verdict(score, reason)
     most = ceiling(case.grade) if case.grade else 10
@@ -303,13 +299,12 @@ def coach_messages(case):
 
 def file_trail(case):
     """What the coach is told about files: those really there, those owed, and those that are only talked about."""
-    there = {name for name, *_ in case.after}
-    said = f"{case.reply}\n{case.observation}"
-    claimed = set(re.findall(r"\b[\w-]+\.(?:csv|pkl|pickle|joblib|npy|npz|json|parquet|txt)\b", said)) - there
-    owed = [name + (" (missing)" if name in case.missing else " (there)") for name in case.agent.must_write]
+    said, missing = f"{case.reply}\n{case.observation}", absent(case.agent.must_write, case.after)
+    named = sorted(set(re.findall(r"\b[\w-]+\.(?:csv|pkl|pickle|joblib|npy|npz|json|parquet|txt)\b", said)))
+    owed = [name + (" (missing)" if name in missing else " (there)") for name in case.agent.must_write]
     parts = {"The files before its action": show_files(case.before), "The files after it": show_files(case.after),
              "Files that it must leave": ", ".join(owed) or "(none)",
-             "Files that it speaks of, or prints, and that are not there": ", ".join(sorted(claimed)) or "(none)"}
+             "Files that it names or prints, and that are not there": ", ".join(absent(named, case.after)) or "(none)"}
     return "".join(f"\n{title}: {fenced(text)}" for title, text in parts.items())
 
 def parse_verdict(reply, with_truth):

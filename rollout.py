@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch.distributed as dist
 import judge
-from agents import Problem, digest, extend, extract_program, handed_on, render
+from agents import Problem, absent, digest, extend, extract_program, handed_on, render
 from model import sample
 
 @dataclass
@@ -133,7 +133,7 @@ def open_workspace(episode, sandbox):
 def may_act_again(agent, episode):
     """Has the agent's last program failed, or left out a file that it must write?"""
     failed = episode.actions[-1].status not in ("", "ok")
-    return not episode.error and (failed or not {name for name, *_ in episode.files}.issuperset(agent.must_write))
+    return not episode.error and (failed or absent(agent.must_write, episode.files) != [])
 
 def next_context(agent, episode, turn, tokenizer, how):
     """The ids under which the agent acts next: rendered for its first turn, extended from its last one afterwards."""
