@@ -1,225 +1,390 @@
 """eval.py: how good is a system of agents on problems that it was not trained on?
 
-Part of the paper: its evaluation, with the statistics that its code gets wrong. Accuracy comes from the true answers
-alone; the coach's scores stand beside it. All intervals resample problems, not samples: the samples of one problem are
-not independent, and the paper's Fisher tests, which take them so, are too confident.
-Data tasks get "fair" figures as well, in which failed episodes count. What we leave out: significance tests.
+Before this: agents.py, model.py, judge.py, rollout.py. After it: train.py.
+Part of the paper: its evaluation, with the statistics that its code gets wrong. Accuracy comes from the truth alone;
+the coach's scores stand beside it. All intervals resample problems, not samples: the samples of one problem are not
+independent, and the paper's Fisher tests, which take them so, are too confident. Data tasks get "fair" figures as well,
+in which failed episodes count.
+
+What we leave out: significance tests.
 
     python eval.py --run runs/arithmetic --json     # base model against last checkpoint; a JSON object as the last line
-    python eval.py --model Qwen/Qwen3-4B --data aime_2025.json amc_eval_32.json --samples 4 --temperature 0.6"""
-import argparse, json, math, os, sys
+    python eval.py --model Qwen/Qwen3-4B --data aime_2025.json amc_eval_32.json --samples 4 --temperature 0.6
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
 from collections import Counter
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 import torch
-import judge
-from agents import PIPELINES, InputError, Sandbox, check_problems, load_files, read_json, require
-from model import compute_dtype, load
-from rollout import Sampling, gather, make_jobs, record, run_episodes
 
-# ---- Statistics ------------------------------------------------------------------------------------------------------
+import agents
+from agents import InputError, read_json, require
+from judge import FAIR, METRICS, has_rules, nobody, rules
+from model import compute_dtype, load
+from rollout import Sampling, gather, make_episodes, record, run_episodes
+
+# ---- Statistics. All of them take records: what rollout.record() makes of episodes -----------------------------------
+
+
 def pass_at_k(samples, correct, k):
     """Unbiased estimate of P(at least one of k samples is right), from `correct` right ones among `samples`.
+
     1 - C(n-c, k) / C(n, k): the chance that k of the n drawn without replacement are not all wrong.
+
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 3, 2)
-    (0.25, 0.5, 0.0, 1.0)"""
+    (0.25, 0.5, 0.0, 1.0)
+    """
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
+
 def majority(answers, right):
-    """Is the most frequent answer right? Votes are over the (normalised) answers, not over their correctness.
-    answers: one per sample, None (no vote) where there was none; right: the right ones among them. Ties count in part.
+    """Is the most frequent answer right? Votes are over the normalised answers, not over their correctness.
+
+    answers: one for each sample, None (no vote) where there was none; right: the right ones among them. Of answers
+    that are equally frequent, the share that is right counts.
+
     >>> majority(["3", "4", "4", None], {"4"}), majority(["3", "4"], {"4"}), majority([None, None], set())
-    (1.0, 0.5, 0.0)"""
+    (1.0, 0.5, 0.0)
+    """
     votes = Counter(answer for answer in answers if answer is not None)
-    most = max(votes.values(), default=0)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
     leaders = [answer for answer, count in votes.items() if count == most]
-    return sum(answer in right for answer in leaders) / len(leaders) if leaders else 0.0
+    return sum(answer in right for answer in leaders) / len(leaders)
+
 
 def interval(per_problem, resamples=10_000):
-    """95% bootstrap interval of the mean over problems; per_problem [P] holds one mean for each problem.
-    The same resamples are drawn at every call, so two intervals on the same problems can be compared."""
+    """95% bootstrap interval [low, high] of the mean over problems; per_problem [P] holds one mean for each problem.
+
+    The same resamples are drawn at every call, so two intervals on the same problems can be compared.
+    """
     values = np.asarray(per_problem, dtype=float)
     picks = np.random.RandomState(0).randint(len(values), size=(resamples, len(values)))
     low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
     return [float(low), float(high)]
 
+
 def by_problem(records):
     """problem id -> the records of its samples. Results carry their problem's id; their order means nothing."""
     groups = {}
-    for r in records: groups.setdefault(r["problem"], []).append(r)
+    for r in records:
+        groups.setdefault(r["problem"], []).append(r)
     return groups
 
+
 def problem_accuracies(records):
-    """The share of right samples of each problem, in order of problem id."""
+    """The share of correct samples of each problem, in order of problem id."""
     groups = by_problem(records)
     return [np.mean([r["correct"] for r in groups[problem]]) for problem in sorted(groups)]
 
+
+def mean_or_none(values):
+    """The mean as a float; None of no values, about which nothing can be said."""
+    return float(np.mean(values)) if len(values) else None
+
+
 def summarise_agent(records, name):
-    """One agent's numbers: mean score (None if no action has one), and shares or counts of its actions."""
-    actions = [a for r in records for a in r["actions"] if a["agent"] == name]
-    scores = [a["score"] for a in actions if a["score"] is not None]
+    """One agent's figures: mean score (None if no action has one), and shares or counts of its actions."""
+    actions = [action for r in records for action in r["actions"] if action["agent"] == name]
+    scores = [action["score"] for action in actions if action["score"] is not None]
     count = max(1, len(actions))
     return dict(
-        score=float(np.mean(scores)) if scores else None, tokens=sum(a["tokens"] for a in actions) / count,
-        truncated=sum(a["truncated"] for a in actions) / count, failures=sum(a["failure"] is not None for a in actions),
-        tool_calls=sum(a["status"] != "" for a in actions) / count)
+        score=mean_or_none(scores),
+        tokens=sum(action["tokens"] for action in actions) / count,
+        truncated=sum(action["truncated"] for action in actions) / count,
+        failures=sum(action["failure"] is not None for action in actions),
+        tool_calls=sum(action["status"] != "" for action in actions) / count,
+    )
 
-def data_figures(records):
-    """kind -> episodes, the share of valid submissions, and every metric's mean over the valid ones (None if there are
-    none) and, as fair_..., over all, with a failed episode counted as judge.FAIR."""
+
+def kind_figures(records):
+    """The figures of data tasks, by kind of task; empty where problems have no kinds.
+
+    kind -> episodes, success (the share of valid submissions), and every metric's mean over the valid ones (None if
+    there are none) and, as fair_..., over all, with a failed episode counted as judge.FAIR.
+    """
     figures = {}
-    for kind in sorted({r["kind"] for r in records}):
-        part = [r for r in records if r["kind"] == kind]
-        valid = [r["metrics"] for r in part if r["correct"]]
-        figures[kind] = dict(episodes=len(part), success=len(valid) / len(part))
-        for name in ("rmse", "mae", "rmse_range") if kind == "regression" else ("accuracy", "f1", "roc_auc"):
+    for kind in sorted({r["kind"] for r in records} - {""}):
+        some = [r for r in records if r["kind"] == kind]
+        valid = [r["metrics"] for r in some if r["correct"]]
+        failed = len(some) - len(valid)
+        figures[kind] = dict(episodes=len(some), success=len(valid) / len(some))
+        for name in METRICS[kind]:
             values = [metrics[name] for metrics in valid if name in metrics]  # roc_auc: of two classes only
-            figures[kind][name] = float(np.mean(values)) if values else None
-            fair = values + [judge.FAIR[name]] * (len(part) - len(valid)) if name in judge.FAIR else []
-            if fair: figures[kind]["fair_" + name] = float(np.mean(fair))
+            figures[kind][name] = mean_or_none(values)
+            if name in FAIR and values + [FAIR[name]] * failed:
+                figures[kind]["fair_" + name] = mean_or_none(values + [FAIR[name]] * failed)
     return figures
 
+
+@dataclass(frozen=True)
+class CoachBias:
+    """An agent's scores in training against how its episodes came out. None: nothing can be said."""
+
+    agent: str
+    kind: str  # of task; empty where there is one kind
+    actions: int  # that have a score
+    if_correct: float | None  # mean score in correct episodes
+    if_wrong: float | None  # and in the others
+    correlation: float | None  # of score and quality
+
+
 def coach_against_truth(records, names):
-    """Rows of (agent, kind of task, scored actions, mean score where the episode came out right, and where not,
-    correlation of score and outcome): the paper's plot of its coach's bias, as a table. None: nothing can be said."""
-    rows, mean = [], lambda values: float(np.mean(values)) if values else None
-    for name, kind in [(n, k) for n in names for k in sorted({r.get("kind", "") for r in records})]:
-        pairs = [(a["score"], r["outcome"], r["correct"]) for r in records if r.get("kind", "") == kind
-                 for a in r["actions"] if a["agent"] == name and a["score"] is not None]
-        right, wrong = ([score for score, _, correct in pairs if correct == wanted] for wanted in (True, False))
-        spread = all(len({pair[i] for pair in pairs}) > 1 for i in (0, 1))
-        correlation = float(np.corrcoef([pair[:2] for pair in pairs], rowvar=False)[0, 1]) if spread else None
-        rows.append((name, kind, len(pairs), mean(right), mean(wrong), correlation))
-    return rows
+    """A CoachBias for every agent and kind of task: the paper's plot of its coach's bias, as a table."""
+    kinds = sorted({r["kind"] for r in records})
+    return [coach_bias([r for r in records if r["kind"] == kind], name, kind) for name in names for kind in kinds]
+
+
+def coach_bias(records, name, kind):
+    """The CoachBias of one agent, from the records of one kind of task."""
+    pairs = [(action["score"], r) for r in records for action in r["actions"] if action["agent"] == name]
+    pairs = [(score, r) for score, r in pairs if score is not None]
+    scores, qualities = [score for score, _ in pairs], [r["quality"] for _, r in pairs]
+    if_correct = mean_or_none([score for score, r in pairs if r["correct"]])
+    if_wrong = mean_or_none([score for score, r in pairs if not r["correct"]])
+    has_spread = len(set(scores)) > 1 and len(set(qualities)) > 1
+    correlation = float(np.corrcoef(scores, qualities)[0, 1]) if has_spread else None
+    return CoachBias(name, kind, len(pairs), if_correct, if_wrong, correlation)
+
 
 def summarise(records, names):
-    """The figures of one evaluation: accuracy (avg@k: the share of right answers, or of valid submissions) with its
-    interval, pass@k, majority vote, every agent's; and those of data tasks."""
-    accuracies, groups = problem_accuracies(records), by_problem(records)
-    counts = [(len(group), sum(r["correct"] for r in group)) for group in groups.values()]
-    ks = sorted({1, min(counts)[0]})
-    passes = {str(k): float(np.mean([pass_at_k(n, right, k) for n, right in counts])) for k in ks}
-    votes = [majority([r["answer"] for r in g], {r["answer"] for r in g if r["correct"]}) for g in groups.values()]
-    agents = {name: summarise_agent(records, name) for name in names}
-    unfinished = sum(r["error"] != "" for r in records)
-    figures = dict(accuracy=float(np.mean(accuracies)), interval=interval(accuracies), pass_at=passes,
-                   majority=float(np.mean(votes)), unfinished=unfinished, agents=agents)
-    return figures | (dict(data=data_figures(records)) if "kind" in records[0] else {})
+    """The figures of one evaluation.
 
-measure = lambda figures: "success" if "data" in figures else "accuracy"  # what the share of right episodes is called
-show = lambda x, digits=3: "none" if x is None else str(x) if isinstance(x, int) else f"{x:.{digits}f}"
+    accuracy (avg@k: the share of correct episodes) with its 95% interval, pass_at (k -> pass@k), majority vote (None
+    where results are no answers), unfinished (episodes that ended early), agents (name -> summarise_agent()), kinds.
+    """
+    groups = by_problem(records).values()
+    accuracies = problem_accuracies(records)
+    passes = {}
+    for k in sorted({1, min(len(group) for group in groups)}):
+        estimates = [pass_at_k(len(group), sum(r["correct"] for r in group), k) for group in groups]
+        passes[str(k)] = float(np.mean(estimates))
+    return dict(
+        accuracy=float(np.mean(accuracies)),
+        interval=interval(accuracies),
+        pass_at=passes,
+        majority=majority_accuracy(groups),
+        unfinished=sum(r["error"] != "" for r in records),
+        agents={name: summarise_agent(records, name) for name in names},
+        kinds=kind_figures(records),
+    )
+
+
+def majority_accuracy(groups):
+    """The share of problems whose majority vote is right; None if no episode has an answer to vote with."""
+    votes = []
+    for group in groups:
+        right = {r["answer"] for r in group if r["correct"]}
+        votes.append(majority([r["answer"] for r in group], right))
+    has_answers = any(r["answer"] is not None for group in groups for r in group)
+    return float(np.mean(votes)) if has_answers else None
+
 
 def compare(base, trained):
     """Accuracy of trained minus base with a 95% interval, paired: both on the same problems, resampled together."""
     differences = np.subtract(problem_accuracies(trained), problem_accuracies(base))
     return dict(accuracy=float(differences.mean()), interval=interval(differences))
 
-# ---- Running ---------------------------------------------------------------------------------------------------------
-def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, how):
-    """The records of `samples` episodes for each problem, on every rank. The same how.stream pairs base and trained."""
-    episodes = run_episodes(pipeline, models, tokenizer, make_jobs(problems, samples), coach, sandbox, how)
-    return gather([record(e) for e in episodes])
 
-def print_summary(title, summary):
-    """Show what summarise() returned, for people."""
+# ---- For people ------------------------------------------------------------------------------------------------------
+
+
+def shown(figure, digits=3):
+    """A figure as text."""
+    if figure is None:
+        return "none"
+    return str(figure) if isinstance(figure, int) else f"{figure:.{digits}f}"
+
+
+def print_summary(title, summary, success):
+    """Show what summarise() returned. success: what the share of correct episodes is called, see agents.Pipeline."""
     low, high = summary["interval"]
-    passes = ", ".join(f"pass@{k} {100 * p:.1f}%" for k, p in summary["pass_at"].items() if k != "1")
-    votes = "" if "data" in summary else f", majority {100 * summary['majority']:.1f}%"
-    print(f"{title}: {measure(summary)} {100 * summary['accuracy']:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
-          f"{', ' + passes if passes else ''}{votes}")
-    for kind, figures in summary.get("data", {}).items():
-        print(f"    {kind}: " + ", ".join(f"{name} {show(figure)}" for name, figure in figures.items()))
-    for name, a in summary["agents"].items():
-        print(f"    {name:<10} score {show(a['score'], 2):>5}   truncated {100 * a['truncated']:.1f}%   "
-              f"{a['tokens']:.1f} tokens")
+    parts = [f"{success} {100 * summary['accuracy']:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"]
+    parts += [f"pass@{k} {100 * share:.1f}%" for k, share in summary["pass_at"].items() if k != "1"]
+    if summary["majority"] is not None:
+        parts.append(f"majority {100 * summary['majority']:.1f}%")
+    print(f"{title}: {', '.join(parts)}")
+    for kind, figures in summary["kinds"].items():
+        print(f"    {kind}: " + ", ".join(f"{name} {shown(figure)}" for name, figure in figures.items()))
+    for name, agent in summary["agents"].items():
+        score, truncated = shown(agent["score"], 2), 100 * agent["truncated"]
+        print(f"    {name:<10} score {score:>5}   truncated {truncated:.1f}%   {agent['tokens']:.1f} tokens")
+
+
+def print_figures(figures, setup):
+    """Show what evaluate_systems() returned."""
+    success = setup.pipeline.success
+    for title in setup.systems:
+        print_summary(title, figures[title], success)
+    for name, summaries in figures["files"].items():
+        for title, summary in summaries.items():
+            print_summary(f"{name}: {title}", summary | {"agents": {}}, success)
+    if "difference" in figures:
+        points = 100 * np.array([figures["difference"]["accuracy"], *figures["difference"]["interval"]])
+        print("difference: {:+.1f} points [{:+.1f}, {:+.1f}]".format(*points))
+    for row in figures.get("coach", []):
+        scores = (
+            f"{shown(row['if_correct'], 2)} where the episode came out right, {shown(row['if_wrong'], 2)} where not"
+        )
+        print(f"the coach in training, {row['agent']} {row['kind']}: {scores}, correlation with the outcome", end=" ")
+        print(f"{shown(row['correlation'], 2)} ({row['actions']} actions)")
+
+
+# ---- Running ---------------------------------------------------------------------------------------------------------
+
+
+def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, sampling):
+    """The records of `samples` episodes for each problem, on every rank.
+
+    The same sampling.stream gives base and trained models the same random numbers: their comparison is paired.
+    """
+    episodes = make_episodes(problems, samples)
+    run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling)
+    return gather([record(episode) for episode in episodes])
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is evaluated, and under which limits; see the fields of the same names in train.Config."""
+
+    pipeline: agents.Pipeline
+    systems: dict  # title -> one model folder for each agent of the pipeline
+    max_new_tokens: int
+    max_context_tokens: int
+    thinking: str
+    sandbox: str = "landlock"
+    sandbox_timeout: float = 60.0
+    sandbox_disk: int = 4096
+
 
 def latest_checkpoint(run):
-    """The name of the last complete checkpoint in a run folder; nothing if there is none yet."""
+    """The name of the last complete checkpoint in a run folder; empty if there is none yet."""
     path = os.path.join(run, "latest")
-    if not os.path.exists(path): return ""
-    with open(path, encoding="utf-8") as f: return f.read().strip()
+    if not os.path.exists(path):
+        return ""
+    with open(path, encoding="utf-8") as file:
+        return file.read().strip()
 
-def nobody(cases):
-    """The coach of an evaluation that needs none."""
-    return [judge.Failure("none", "no coach was asked")] * len(cases)
+
+def run_setup(folder):
+    """The Setup of a run folder: the model that its agents started from, and its last checkpoint."""
+    config = read_json(folder, "config.json", what="run folder")
+    checkpoint = latest_checkpoint(folder)
+    require(checkpoint, f"{folder} has no complete checkpoint yet")
+    pipeline = agents.PIPELINES[config["pipeline"]]
+    base = config["model"] or os.path.join(folder, "base")
+    trained = [os.path.join(folder, checkpoint, agent.name) for agent in pipeline.agents]
+    limits = {field.name: config[field.name] for field in fields(Setup) if field.name in config}
+    return Setup(**limits | dict(pipeline=pipeline, systems={"base": [base] * len(trained), "trained": trained}))
+
+
+def model_setup(options):
+    """The Setup of a model alone, which every agent of a pipeline then uses."""
+    pipeline = agents.PIPELINES[options.pipeline]
+    systems = {"base": [options.model] * len(pipeline.agents)}
+    return Setup(pipeline, systems, options.max_new_tokens, options.max_context_tokens, options.thinking)
+
+
+def read_problems(options, pipeline):
+    """file name -> its Problems; under an empty name the pipeline's own held-out problems where no file is given."""
+    if not options.data:
+        require(pipeline.problems, f"the {pipeline.name} pipeline has no problems of its own: give --data FILE")
+        return {"": pipeline.problems("held-out")[: options.problems]}
+    data_options = agents.DataOptions(options.data_root, options.task_texts, options.allow_missing)
+    files = agents.load_files(options.data, pipeline, data_options)
+    files = {name: problems[: options.problems] for name, problems in files.items()}
+    for sentence in agents.check_problems([], [problem for problems in files.values() for problem in problems]):
+        print(f"eval.py: {sentence}", file=sys.stderr)
+    return files
+
+
+def evaluate_systems(options, setup):
+    """Every system on every problem; returns the JSON object that --json prints."""
+    pipeline = setup.pipeline
+    names = [agent.name for agent in pipeline.agents]
+    files = read_problems(options, pipeline)
+    problems = [problem for part in files.values() for problem in part]
+    coach = rules if has_rules(pipeline) and not options.data else nobody
+    limits = (setup.max_new_tokens, setup.max_context_tokens)
+    sampling = Sampling(("eval", options.seed), options.temperature, *limits, rows=64, thinking=setup.thinking)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    records = {}
+    limits = dict(timeout=setup.sandbox_timeout, disk=setup.sandbox_disk << 20)
+    with agents.Sandbox(setup.sandbox, pipeline.preload, **limits) as sandbox:
+        for title, folders in setup.systems.items():
+            loaded = {folder: load(folder, device, compute_dtype(device)) for folder in dict.fromkeys(folders)}
+            models = {name: loaded[folder][0] for name, folder in zip(names, folders, strict=True)}
+            tokenizer = loaded[folders[0]][1]
+            samples = options.samples
+            records[title] = evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, sampling)
+
+    figures = dict(problems=len(problems), samples=options.samples)
+    figures |= {title: summarise(some, names) for title, some in records.items()}
+    figures["files"] = {name: {} for name in files if name}
+    for name, by_title in figures["files"].items():
+        for title, some in records.items():
+            by_title[title] = summarise([r for r in some if r["problem"].startswith(name + "/")], names)
+    if options.run:
+        with open(os.path.join(options.run, "episodes.jsonl"), encoding="utf-8") as lines:
+            figures["coach"] = [asdict(row) for row in coach_against_truth([json.loads(line) for line in lines], names)]
+    if "trained" in records:
+        figures["difference"] = compare(records["base"], records["trained"])
+    return figures
+
+
+def option_parser():
+    """The argparse parser of the command."""
+    parser = argparse.ArgumentParser(description="Evaluate a run (base model and last checkpoint) or a model.")
+    parser.error = fail
+    what = parser.add_argument_group("what is evaluated: a run, or a model")
+    what.add_argument("--run", help="folder that train.py wrote")
+    what.add_argument("--model", help="Hugging Face folder or hub id, for all agents of the pipeline")
+    what.add_argument("--pipeline", default="mathchat", choices=agents.PIPELINES, help="with --model")
+    what.add_argument("--thinking", default="default", choices=("default", "on", "off"), help="with --model")
+    what.add_argument("--max-new-tokens", type=int, default=4096, help="with --model")
+    what.add_argument("--max-context-tokens", type=int, default=24_576, help="with --model")
+    on = parser.add_argument_group("on which problems")
+    on.add_argument("--data", nargs="+", default=[], help="problem files; none: the pipeline's own problems")
+    on.add_argument("--problems", type=int, default=200, help="the first so many problems of each file")
+    on.add_argument("--data-root", default="", help="DSBench: where the paths in its problem files start")
+    on.add_argument("--task-texts", default="", help="DSBench: JSON file of cleaned task texts")
+    on.add_argument("--allow-missing", action="store_true", help="DSBench: leave out tasks whose data are absent")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--samples", type=int, default=2, help="episodes for each problem")
+    sampling.add_argument("--temperature", type=float, default=1.0)
+    sampling.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the figures as a JSON object on the last line")
+    return parser
+
+
+def fail(message):
+    """End the command after bad input."""
+    print(f"eval.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
 
 def main(argv=None):
     """The command. Exits with 2 on bad input."""
-    parser = argparse.ArgumentParser(description="Evaluate a run (base model and last checkpoint) or a model.")
-    parser.error = lambda message: sys.exit(print(f"eval.py: {message}", file=sys.stderr) or 2)
-    parser.add_argument("--run", help="folder that train.py wrote")
-    parser.add_argument("--model", help="Hugging Face folder or hub id, for all agents of the pipeline")
-    parser.add_argument("--pipeline", default="mathchat", choices=PIPELINES, help="with a model that is no run")
-    parser.add_argument("--data", nargs="+", default=[], help="problem files; none: the pipeline's own problems")
-    parser.add_argument("--problems", type=int, default=200, help="the first so many problems of each file")
-    parser.add_argument("--samples", type=int, default=2, help="samples of each problem")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--thinking", default="default", choices=("default", "on", "off"), help="model that is no run")
-    parser.add_argument("--max-new-tokens", type=int, default=4096, help="with a model that is no run")
-    parser.add_argument("--max-context-tokens", type=int, default=24_576, help="with a model that is no run")
-    parser.add_argument("--data-root", default="", help="DSBench: where the paths in its problem files start")
-    parser.add_argument("--task-texts", default="", help="DSBench: JSON file of cleaned task texts")
-    parser.add_argument("--allow-missing", action="store_true", help="DSBench: leave out tasks whose data are absent")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print the figures as a JSON object on the last line")
-    options = parser.parse_args(argv)
-    try: figures = evaluate_systems(options)
-    except InputError as error: parser.error(str(error))
-    for title in sorted({"base", "trained"} & set(figures)): print_summary(title, figures[title])
-    for name, per_file in figures["files"].items():
-        for title, summary in per_file.items(): print_summary(f"{name}: {title}", summary | {"agents": {}})
-    if "difference" in figures:
-        difference, (low, high) = figures["difference"]["accuracy"], figures["difference"]["interval"]
-        print(f"difference: {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]")
-    for name, kind, count, right, wrong, correlation in figures.get("coach", ()):
-        print(f"the coach in training, {name} {kind}: {show(right, 2)} where the episode came out right, "
-              f"{show(wrong, 2)} where not, correlation with the outcome {show(correlation, 2)} ({count} actions)")
-    if options.json: print(json.dumps(figures))
+    options = option_parser().parse_args(argv)
+    try:
+        require(bool(options.run) != bool(options.model), "give either --run or --model")
+        require(options.problems > 0 and options.samples > 0, "--problems and --samples start at 1")
+        require(0 <= options.temperature < math.inf, "--temperature starts at 0")
+        setup = run_setup(options.run) if options.run else model_setup(options)
+        figures = evaluate_systems(options, setup)
+    except InputError as error:
+        fail(error)
+    print_figures(figures, setup)
+    if options.json:
+        print(json.dumps(figures))
 
-def systems_of(options):
-    """({title: one model folder an agent}, config) of a run, or of a model alone."""
-    folder = options.run or options.model
-    require(folder and not (options.run and options.model), "give either --run or --model")
-    if not options.run and not os.path.exists(os.path.join(folder, "metrics.jsonl")):
-        names = [agent.name for agent in PIPELINES[options.pipeline].agents]
-        how = dict(sandbox="landlock", sandbox_timeout=60.0, sandbox_disk=4096) | vars(options)
-        return {"base": [folder] * len(names)}, how
-    config = read_json(folder, "config.json", what="run folder")
-    require(latest_checkpoint(folder), f"{folder} has no complete checkpoint yet")
-    names = [agent.name for agent in PIPELINES[config["pipeline"]].agents]
-    checkpoint = os.path.join(folder, latest_checkpoint(folder))
-    trained = [os.path.join(checkpoint, name) for name in names]
-    return {"base": [config["model"] or os.path.join(folder, "base")] * len(names), "trained": trained}, config
 
-def evaluate_systems(options):
-    """Every system on every problem; returns the JSON object that --json prints."""
-    possible = options.problems > 0 and options.samples > 0 and 0 <= options.temperature < math.inf
-    require(possible, "--problems and --samples start at 1, --temperature at 0")
-    systems, config = systems_of(options)
-    pipeline, own = PIPELINES[config["pipeline"]], PIPELINES[config["pipeline"]].problems
-    require(options.data or own, f"the {pipeline.name} pipeline has no problems of its own: give --data FILE")
-    how = dict(root=options.data_root, texts=options.task_texts, allow_missing=options.allow_missing)
-    files = {stem: part[: options.problems] for stem, part in load_files(options.data, pipeline, **how).items()}
-    problems = [p for part in files.values() for p in part] if files else own("held-out")[: options.problems]
-    for sentence in check_problems([], problems if files else []): print(f"eval.py: {sentence}", file=sys.stderr)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    limits = config["max_new_tokens"], config["max_context_tokens"]
-    how = Sampling(("eval", options.seed), options.temperature, *limits, rows=64, thinking=config["thinking"])
-    coach = judge.rules if own and not files else nobody
-    names, records = [agent.name for agent in pipeline.agents], {}
-    sandbox_limits = dict(timeout=config["sandbox_timeout"], disk=config["sandbox_disk"] << 20)
-    with Sandbox(config["sandbox"], pipeline.preload, **sandbox_limits) as sandbox:
-        for title, folders in systems.items():
-            loaded = {f: load(f, device, compute_dtype(device)) for f in dict.fromkeys(folders)}  # each of them once
-            models, tokenizer = {n: loaded[f][0] for n, f in zip(names, folders)}, loaded[folders[0]][1]
-            records[title] = evaluate(pipeline, models, tokenizer, problems, options.samples, coach, sandbox, how)
-    figures = {title: summarise(part, names) for title, part in records.items()}
-    figures["files"] = {stem: {title: summarise([r for r in part if r["problem"].startswith(stem + "/")], names)
-                               for title, part in records.items()} for stem in files}
-    if options.run:
-        with open(os.path.join(options.run, "episodes.jsonl"), encoding="utf-8") as lines:
-            figures["coach"] = coach_against_truth([json.loads(line) for line in lines], names)
-    if "trained" in records: figures["difference"] = compare(records["base"], records["trained"])
-    return dict(problems=len(problems), samples=options.samples) | figures
-
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

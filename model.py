@@ -1,18 +1,38 @@
-"""model.py: the language model, its KV-cached sampler and its scorer, written out in plain PyTorch.
+"""model.py: the language model, its KV-cached sampler and its scorer, in plain PyTorch.
 
-One decoder family covers Qwen2/Qwen2.5, Qwen3, Llama and what shares their layout (SmolLM2, DeepSeek-R1-Distill):
-RMSNorm, rotary positions, grouped-query attention (optional QKV bias or QK-norm), SwiGLU, tied or untied head.
-For MAPPA it provides the two sides of the importance ratio rho_t = pi_theta(y_t) / pi_old(y_t):
+Before this: agents.py; after it: judge.py.
+Part of the paper: the policy pi_theta that every agent has.
+An update compares two probabilities of the same sampled token, in the importance ratio
+rho_t = pi_theta(y_t) / pi_old(y_t), and this file provides both:
 
     sample()          draws y_1..y_T and returns log pi_old(y_t)
     token_logprobs()  computes log pi_theta(y_t) for the same ids, with gradients
 
-Both go through `Transformer.logits`, so they cannot disagree about masking, temperature or precision.
-What we leave out: dropout, sliding windows, mixtures of experts, tensor parallelism, and every sampling trick
-(top-k, top-p, repetition penalties, forced tokens): the trainer scores the plain softmax, so the sampler must draw
-from the plain softmax too.
-Compare a model of yours with transformers:  MAPPA_TEST_MODEL=FOLDER pytest tests/test_real_model.py"""
-import json, math, os, re
+Both go through `Transformer.logits`, so they agree about masking, temperature and precision.
+
+One decoder family covers Qwen2/Qwen2.5, Qwen3, Llama and what shares their layout (SmolLM2, DeepSeek-R1-Distill):
+RMSNorm, rotary positions, grouped-query attention (optional QKV bias or QK-norm), SwiGLU, and an output head that
+may be tied to the embedding.
+
+What we leave out: dropout, sliding windows, mixtures of experts, tensor parallelism,
+and every sampling trick (top-k, top-p, repetition penalties, forced tokens):
+the trainer scores the plain softmax, so the sampler must draw from the plain softmax too.
+
+Letters in shapes: B rows, T tokens of a row, H hidden size, D size of one head,
+S slots of the cache, V vocabulary size, N tokens of all rows together.
+
+Sample up to three tokens from an untrained model:
+
+    python -c "import model; m, tokenizer = model.tiny('abc'); print(
+        model.sample(m, [tokenizer('ab')['input_ids']], [[0.9, 0.7, 0.8]], 3))"
+
+Compare a model of yours with transformers:  MAPPA_TEST_MODEL=FOLDER pytest tests/test_real_model.py
+"""
+
+import json
+import math
+import os
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,428 +42,723 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
 from agents import InputError, read_json, require
 
-# ---- Configuration: Hugging Face's config.json is the truth; these are the fields of it that the code below reads ----
+# ---- Configuration -------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    vocab_size: int  # rows of the embedding; may exceed the tokenizer's size (padded vocabularies)
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int  # grouped-query attention: heads // kv_heads query heads share one key/value head
-    head_dim: int  # not always hidden_size / heads
-    norm_eps: float
-    max_positions: int
-    rope: dict  # rope_theta, and where positions are scaled: rope_type, factor, ...
+    """The fields of Hugging Face's config.json that the code below reads."""
+
+    vocab_size: int  # V, rows of the embedding; may exceed the tokenizer's size (padding)
+    hidden_size: int  # H
+    intermediate_size: int  # width of the MLP
+    layers: int  # number of blocks
+    heads: int  # query heads of a block
+    kv_heads: int  # key/value heads; heads // kv_heads query heads share one (grouped queries)
+    head_dim: int  # D; not always hidden_size / heads
+    norm_eps: float  # added to the mean square in RMSNorm
+    max_positions: int  # longest context that the model is made for
+    rope: dict  # rotary positions: rope_theta, rope_type and that type's options, see rope_settings
     tied: bool  # the output head is the embedding matrix
-    qkv_bias: bool  # Qwen2
-    qk_norm: bool  # Qwen3
+    qkv_bias: bool  # Qwen2: biases on the query, key and value projections
+    qk_norm: bool  # Qwen3: RMSNorm of every query and key head
 
-def model_config(hf):
-    """Translate the dict of a Hugging Face config.json into a ModelConfig. Raises InputError for an architecture or an
-    option that this file does not implement: to ignore one would give a model that runs and is subtly wrong."""
-    kind = hf.get("model_type")
-    known = kind in ("qwen2", "qwen3", "llama")
-    require(known, f"model type {kind!r} is not supported; known are qwen2, qwen3 and llama")
-    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling, with "type" for "rope_type"
-    rope = {"rope_theta": hf.get("rope_theta", 10_000.0)} | (hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    rope = {"rope_type": rope.get("type", "default")} | rope
-    unsupported = [name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if hf.get(name)]
-    unsupported += [f"rope scaling {rope['rope_type']}"] if rope["rope_type"] not in ROPE_TYPES else []
-    unsupported += [f"the rope option {name}" for name in ("mscale", "mscale_all_dim", "truncate") if name in rope]
-    unsupported += [hf["hidden_act"]] if hf.get("hidden_act", "silu") != "silu" else []
-    require(not unsupported, f"this {kind} model uses {', '.join(unsupported)}, which model.py does not implement")
-    heads = hf["num_attention_heads"]
-    return ModelConfig(
-        vocab_size=hf["vocab_size"], hidden_size=hf["hidden_size"], intermediate_size=hf["intermediate_size"],
-        layers=hf["num_hidden_layers"], heads=heads, kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads, norm_eps=hf.get("rms_norm_eps", 1e-6),
-        max_positions=hf.get("max_position_embeddings", 32_768), rope=rope, tied=hf.get("tie_word_embeddings", False),
-        qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3")
 
-# ---- The decoder. Attribute names are Hugging Face's, so that weights need no key map --------------------------------
+def model_config(hf_config):
+    """Translate the dict of a Hugging Face config.json into a ModelConfig.
+
+    Raises InputError for an architecture or an option that this file does not implement: to ignore one would give
+    a model that runs and is subtly wrong.
+    """
+    # the architecture
+    kind = hf_config.get("model_type")
+    supported = kind in ("qwen2", "qwen3", "llama")
+    require(supported, f"model type {kind!r} is not supported; known are qwen2, qwen3 and llama")
+
+    # its options
+    rope = rope_settings(hf_config)
+    unsupported = ", ".join(unsupported_options(hf_config, rope))
+    require(not unsupported, f"this {kind} model uses {unsupported}, which model.py does not implement")
+
+    # our names for the fields, with the defaults of transformers for those that may be absent
+    sizes = {name: hf_config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    heads = hf_config["num_attention_heads"]
+    kv_heads = hf_config.get("num_key_value_heads") or heads
+    head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
+    blocks = dict(layers=hf_config["num_hidden_layers"], heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    norms = dict(norm_eps=hf_config.get("rms_norm_eps", 1e-6), qk_norm=kind == "qwen3")
+    positions = dict(max_positions=hf_config.get("max_position_embeddings", 32_768), rope=rope)
+    tied = hf_config.get("tie_word_embeddings", False)
+    return ModelConfig(**sizes, **blocks, **norms, **positions, tied=tied, qkv_bias=kind == "qwen2")
+
+
+def rope_settings(hf_config):
+    """Return the settings of the rotary positions as one dict, whichever version wrote the file.
+
+    transformers 5 writes all of them into rope_parameters. Earlier versions write rope_theta at the top level and
+    the rest into rope_scaling, in which "type" is the old name of "rope_type".
+    """
+    written = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    rope_type = written.get("type", "default")
+    return {"rope_type": rope_type, "rope_theta": hf_config.get("rope_theta", 10_000.0)} | written
+
+
+def unsupported_options(hf_config, rope):
+    """List what a config.json asks for and this file does not implement."""
+    found = [name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if hf_config.get(name)]
+    if rope["rope_type"] not in ROPE_TYPES:
+        found.append(f"rope scaling {rope['rope_type']}")
+    found += [f"the rope option {name}" for name in ("mscale", "mscale_all_dim", "truncate") if name in rope]
+    if hf_config.get("hidden_act", "silu") != "silu":
+        found.append(hf_config["hidden_act"])
+    return found
+
+
+# ---- The decoder: attributes have Hugging Face's names, so that weights need no key map ----------
+
+
 class RMSNorm(nn.Module):
-    """y = w * x / sqrt(mean(x^2) + eps), computed in float32 whatever x is."""
+    """y = w * x / sqrt(mean(x^2) + eps), computed in float32 whatever the dtype of x."""
+
     def __init__(self, size, eps):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
     def forward(self, x):
         h = x.float()
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * h.to(x.dtype)
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-def rotary_periods(c, device):
-    """Positions for one radian, of each pair of dimensions [D/2] in float32: theta^(2i/D) unless positions are scaled;
-    and a factor on cos and sin. Scaled: a context `factor` times as long is fitted into the angles of the original one,
-    by slowing down all pairs (linear), or only those that turn seldom in it (llama3; yarn, arXiv 2309.00071)."""
-    D, rope, factor = c.head_dim, c.rope, c.rope.get("factor", 1.0)
-    period = rope["rope_theta"] ** (torch.arange(0, D, 2, device=device, dtype=torch.float32) / D)
-    context = rope.get("original_max_position_embeddings") or c.max_positions
-    if rope["rope_type"] == "llama3":
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]  # turns within the original context
-        kept = ((context / (2 * math.pi * period) - low) / (high - low)).clamp(0, 1)
-        return period / (kept + (1 - kept) / factor), 1.0
-    if rope["rope_type"] == "yarn":
-        fast, slow = (D * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))  # such a pair
-                      for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1))
-        first, last = max(math.floor(fast), 0), min(math.ceil(slow), D - 1)
-        kept = 1 - ((torch.arange(D // 2, device=device) - first) / max(last - first, 0.001)).clamp(0, 1)
-        return period / (kept + (1 - kept) / factor), rope.get("attention_factor") or 0.1 * math.log(factor) + 1
-    return period * factor, 1.0  # linear, or no scaling: factor 1
+# Rotary positions (RoPE, arXiv 2104.09864): pair i of the D/2 pairs of dimensions of a query or key is turned by
+# position / period_i radians, with period_i = theta^(2i/D). A "period" here is the number of positions per radian,
+# so a whole turn takes 2 pi periods. Scaling fits a longer context into the angles of the original one: it lengthens
+# periods by up to `factor`.
 
-def rotary_angles(positions, c):
-    """cos and sin [B, T, 1, D] in float32 for explicit positions [B, T]."""
-    period, scale = rotary_periods(c, positions.device)
+
+def linear_periods(period, config):
+    """Lengthen all periods alike: period' = factor * period (arXiv 2306.15595). Without scaling the factor is 1."""
+    return period * config.rope.get("factor", 1.0)
+
+
+def llama3_periods(period, config):
+    """Lengthen only the periods of pairs that turn seldom within the original context.
+
+    A pair turns context / (2 pi period) times. It keeps its period from high_freq_factor turns on, gets
+    factor * period up to low_freq_factor turns, and a frequency in between for turns between:
+
+        kept    = (turns - low) / (high - low), clamped to [0, 1]
+        period' = period / (kept + (1 - kept) / factor)
+
+    Source: the code released with Llama 3.1.
+    """
+    low, high = config.rope["low_freq_factor"], config.rope["high_freq_factor"]
+    turns = original_context(config) / (2 * math.pi * period)  # [D/2]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return period / (kept + (1 - kept) / config.rope.get("factor", 1.0))
+
+
+def yarn_periods(period, config):
+    """Lengthen only the periods of pairs that turn seldom, interpolating along the index of the pair.
+
+    The idea is that of llama3, with beta_fast and beta_slow turns as limits, but the share that is kept falls with
+    the pair's index i and not with its number of turns:
+
+        kept    = 1 - (i - first) / (last - first), clamped to [0, 1]
+        period' = period / (kept + (1 - kept) / factor)
+
+    Source: YaRN, arXiv 2309.00071, section 3.2, as in its released code (the paper's own formula goes by turns).
+    """
+    first = max(math.floor(pair_with_turns(config.rope.get("beta_fast") or 32, config)), 0)
+    last = min(math.ceil(pair_with_turns(config.rope.get("beta_slow") or 1, config)), config.head_dim - 1)
+    pairs = torch.arange(len(period), device=period.device)
+    kept = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)  # [D/2]
+    return period / (kept + (1 - kept) / config.rope.get("factor", 1.0))
+
+
+def pair_with_turns(turns, config):
+    """Solve context / (2 pi theta^(2i/D)) = turns for i, the (fractional) index of a pair."""
+    periods = original_context(config) / (turns * 2 * math.pi)
+    return config.head_dim * math.log(periods) / (2 * math.log(config.rope["rope_theta"]))
+
+
+def original_context(config):
+    """Return the context length that the model had before its positions were scaled."""
+    return config.rope.get("original_max_position_embeddings") or config.max_positions
+
+
+def attention_factor(config):
+    """Return the factor on cos and sin, and so on queries and keys: 1 except for yarn.
+
+    By default it is 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4): it sharpens attention in longer contexts.
+    """
+    if config.rope["rope_type"] != "yarn":
+        return 1.0
+    return config.rope.get("attention_factor") or (0.1 * math.log(config.rope.get("factor", 1.0)) + 1)
+
+
+ROPE_TYPES = {"default": linear_periods, "linear": linear_periods, "llama3": llama3_periods, "yarn": yarn_periods}
+
+
+def rotary_angles(positions, config):
+    """Return cos and sin [B, T, 1, D] in float32 for explicit positions [B, T]."""
+    D = config.head_dim
+    exponents = torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D
+    period = config.rope["rope_theta"] ** exponents  # [D/2]
+    period = ROPE_TYPES[config.rope["rope_type"]](period, config)
     angles = positions[..., None].float() / period  # [B, T, D/2]
-    angles = torch.cat([angles, angles], dim=-1)[:, :, None]  # [B, T, 1, D]; halves, not pairs, as in HF's layout
+    # NOTE: a pair is (i, i + D/2), as in Hugging Face's weights, not (2i, 2i + 1) as in the paper
+    angles = torch.cat([angles, angles], dim=-1)[:, :, None]  # [B, T, 1, D]
+    scale = attention_factor(config)
     return angles.cos() * scale, angles.sin() * scale
 
+
 def rotate(x, cos, sin):
-    """Turn queries or keys x [B, T, heads, D] by their positions' angles."""
-    first, second = x.float().chunk(2, dim=-1)
+    """Turn queries or keys x [B, T, heads, D] by the angles of their positions."""
+    first, second = x.float().chunk(2, dim=-1)  # [B, T, heads, D/2] each
     return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
+
 class KVCache:
-    """Keys and values of the tokens seen so far, one pair of tensors [B, slots, kv_heads, D] a layer.
-    NOTE: a token's slot IS its position. Ragged prompts therefore need no left padding: each row fills its own slots
-    0..length-1, what a padded prefill wrote beyond is overwritten when the row gets there, and a query at position p
-    looks at exactly the slots <= p. A cache lives inside one call of sample(): none survives an update of weights."""
-    def __init__(self, config, rows, slots, like):
-        shape = (rows, slots, config.kv_heads, config.head_dim)
-        self.k = [like.new_zeros(shape) for _ in range(config.layers)]
-        self.v = [like.new_zeros(shape) for _ in range(config.layers)]
-        self.first = 0  # the row that the first row of the next batch belongs to
-        self.used = 0  # slots from this one on are empty in every row
+    """Keys and values of the tokens seen so far: for each layer one tensor [2, rows, slots, kv_heads, D].
+
+    NOTE: a token's slot IS its position. Ragged contexts therefore need no left padding: each row fills its own
+    slots 0..length-1. What a padded prefill wrote beyond them is overwritten when the row gets there, and a query
+    at position p looks at exactly the slots <= p.
+    A cache lives inside one call of sample(): none survives an update of the weights.
+    """
+
+    def __init__(self, config, rows, slots, device, dtype):
+        shape = (2, rows, slots, config.kv_heads, config.head_dim)  # keys are [0], values [1]
+        self.layers = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
+        self.first_row = 0  # the row that the first row of the next batch belongs to
+        self.used_slots = 0  # slots from this one on are empty in every row
 
     def keep(self, rows):
-        """Drop all rows but these (index tensor), one layer at a time to bound the extra memory."""
-        for layer in range(len(self.k)): self.k[layer], self.v[layer] = self.k[layer][rows], self.v[layer][rows]
+        """Drop all rows but these (an index tensor), one layer at a time to bound the extra memory."""
+        for layer in range(len(self.layers)):
+            self.layers[layer] = self.layers[layer][:, rows]
 
-    def write(self, layer, positions, k, v):
-        """Store k and v [B, T, kv_heads, D] at positions [B, T]; returns all used slots of these B rows."""
-        rows = torch.arange(self.first, self.first + len(k), device=k.device)[:, None]
-        self.k[layer][rows, positions], self.v[layer][rows, positions] = k, v
-        part = slice(self.first, self.first + len(k)), slice(self.used)
-        return self.k[layer][part], self.v[layer][part]
+    def write(self, layer, positions, keys, values):
+        """Store keys and values [B, T, kv_heads, D] at positions [B, T], from row first_row on.
+
+        Returns keys and values [2, B, S, kv_heads, D]: the used slots of these B rows.
+        """
+        first, end = self.first_row, self.first_row + len(keys)
+        rows = torch.arange(first, end, device=keys.device)[:, None]  # [B, 1]
+        self.layers[layer][:, rows, positions] = torch.stack([keys, values])
+        return self.layers[layer][:, first:end, : self.used_slots]
+
 
 class Attention(nn.Module):
-    """Grouped-query attention with three uses: training, prefill (fills an empty cache) and decoding (one token)."""
-    def __init__(self, c):
+    """Grouped-query attention: training, prefill (whole contexts, empty cache) and decoding (one token a row)."""
+
+    def __init__(self, config):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
-        self.q_proj = nn.Linear(c.hidden_size, c.heads * c.head_dim, bias=c.qkv_bias)
-        self.k_proj = nn.Linear(c.hidden_size, c.kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.v_proj = nn.Linear(c.hidden_size, c.kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden_size, bias=False)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.head_dim = config.head_dim
+        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, angles, positions, cache, layer):
-        """x [B, T, H], angles of rotary_angles, positions [B, T] -> [B, T, H]; writes the cache, if there is one."""
+        """Map x [B, T, H] to [B, T, H]; writes into the cache, if there is one.
+
+        angles: cos and sin from rotary_angles. positions: [B, T]. layer: the index of this block in the cache.
+        """
         B, T, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(B, T, self.heads, self.head_dim))
-        k = self.k_norm(self.k_proj(x).view(B, T, self.kv_heads, self.head_dim))
-        v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim)
+        q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim))  # [B, T, heads, D]
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim))  # [B, T, kv_heads, D]
+        v = self.v_proj(x).view(B, T, -1, self.head_dim)
         q, k = rotate(q, *angles), rotate(k, *angles)
-        if cache is not None: cached_k, cached_v = cache.write(layer, positions, k, v)
-        if cache is not None and T == 1: out = self.decode(q, cached_k, cached_v, positions)
-        else:
-            # Rows are right-padded: a causal mask already hides the padding from every real token.
-            # NOTE: prefill may use the fresh k and v alone because its cache was empty. is_causal aligns the mask
-            # top-left, so with earlier keys in the cache (chunked prefill) it would be silently wrong.
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, D]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        if cache is not None:
+            seen_k, seen_v = cache.write(layer, positions, k, v)
+        decoding = cache is not None and T == 1
+        out = self.decode(q, seen_k, seen_v, positions) if decoding else self.attend(q, k, v)
         return self.o_proj(out.reshape(B, T, -1))
 
+    def attend(self, q, k, v):
+        """Attend within whole rows: q [B, T, heads, D] to k and v [B, T, kv_heads, D].
+
+        Each token sees itself and the tokens before it. Rows are right-padded, so this causal mask
+        already hides the padding from every real token. Returns the shape of q.
+        """
+        # NOTE: prefill may use the fresh k and v alone because its cache was empty. is_causal aligns the mask
+        # top-left, so with earlier keys in the cache (chunked prefill) it would be silently wrong.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads or kv_heads, T, D]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
     def decode(self, q, k, v, positions):
-        """One query token a row, q [B, 1, heads, D], against the cache's k, v [B, S, kv_heads, D]."""
-        B, S = k.shape[:2]
-        # the query heads that share a key head become that head's "sequence", so keys are never copied per query head
-        q = q.view(B, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
-        visible = torch.arange(S, device=k.device) <= positions  # [B, S]
+        """Attend with one token a row: q [B, 1, heads, D] to the cache's k and v [B, S, kv_heads, D].
+
+        The token sees the slots up to its own position; positions are [B, 1].
+        Returns the shape of q.
+        """
+        B, S, kv_heads, D = k.shape
+        # The query heads that share a key head become the "sequence" of that key head,
+        # so that keys are never copied per query head.
+        q = q.view(B, kv_heads, -1, D)  # [B, kv_heads, heads / kv_heads, D]
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, kv_heads, S, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None])
-        return out.view(B, 1, self.heads, self.head_dim)
+        visible = torch.arange(S, device=k.device) <= positions  # [B, S]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None]).view(B, 1, -1, D)
+
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
-    def __init__(self, c):
+
+    def __init__(self, config):
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
+
 class Block(nn.Module):
     """Pre-norm residual block: attention, then MLP."""
-    def __init__(self, c):
+
+    def __init__(self, config):
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.self_attn = Attention(c)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.mlp = MLP(c)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
 
     def forward(self, x, angles, positions, cache, layer):
         x = x + self.self_attn(self.input_layernorm(x), angles, positions, cache, layer)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+
 class Transformer(nn.Module):
-    """The decoder. Besides the weights it knows what sampling needs: `stop_ids` and `n_tokens` (tokenizer size)."""
-    def __init__(self, hf, stop_ids, n_tokens):
+    """The decoder. Besides its weights it knows what sampling needs: `stop_ids` and `n_tokens`."""
+
+    def __init__(self, hf_config, stop_ids, n_tokens):
         super().__init__()
-        self.hf = hf  # the config.json it came with, saved again unchanged
-        self.config = c = model_config(hf)
-        self.stop_ids = sorted(stop_ids)  # a set: Qwen ends turns with <|im_end|> and documents with <|endoftext|>
-        self.n_tokens = n_tokens
-        self.gradient_checkpointing = False  # recompute the blocks in backward; touches training only
-        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(c.vocab_size, c.hidden_size), freeze=False)
-        self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.lm_head = None if c.tied else nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        config = model_config(hf_config)
+        self.config = config
+        self.hf_config = hf_config  # the config.json that it came with, saved again unchanged
+        # several: Qwen ends turns with <|im_end|> and documents with <|endoftext|>
+        self.stop_ids = sorted(stop_ids)
+        self.n_tokens = n_tokens  # the tokenizer's size
+        self.gradient_checkpointing = False  # recompute the blocks in backward (training only)
+        # not nn.Embedding(V, H), which draws V x H numbers: load() and tiny() fill the table
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def device(self):
+        """Where the weights are."""
         return self.embed_tokens.weight.device
 
     def forward(self, ids, positions, cache=None):
-        """ids, positions [B, T] int64 -> hidden states [B, T, H]. With a cache, T > 1 requires it to be empty."""
-        x = self.embed_tokens(ids)
+        """Map ids and positions [B, T] int64 to hidden states [B, T, H].
+
+        With a cache, T > 1 requires it to be empty (see Attention.attend).
+        """
+        recompute = self.gradient_checkpointing and cache is None and torch.is_grad_enabled()
         angles = rotary_angles(positions, self.config)
-        for i, block in enumerate(self.layers):
-            if self.gradient_checkpointing and cache is None and torch.is_grad_enabled():
-                x = checkpoint(block, x, angles, positions, None, i, use_reentrant=False)
-            else: x = block(x, angles, positions, cache, i)
+        x = self.embed_tokens(ids)  # [B, T, H]
+        for layer, block in enumerate(self.layers):
+            if recompute:
+                x = checkpoint(block, x, angles, positions, None, layer, use_reentrant=False)
+            else:
+                x = block(x, angles, positions, cache, layer)
         return self.norm(x)
 
     def logits(self, hidden, temperature=1.0):
-        """hidden [N, H] -> logits / temperature [N, V] in float32; ids that the tokenizer lacks get -inf.
-        The one place where sampler and scorer get their distribution from. Padded vocabularies have rows that no text
-        maps to (Qwen: 151,936 rows, 151,669 tokens); one sampled by chance would be untrainable garbage."""
-        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        logits = F.linear(hidden, weight).float() / temperature
+        """Map hidden [N, H] to logits / temperature [N, V] in float32.
+
+        The one place where sampler and scorer get their distribution from. Ids that the tokenizer lacks get -inf:
+        padded vocabularies have rows that no text maps to (Qwen: 151,936 rows, 151,669 tokens), and one sampled by
+        chance would be untrainable garbage.
+        """
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        logits = F.linear(hidden, head.weight).float() / temperature
         if self.n_tokens < self.config.vocab_size:
-            beyond = torch.arange(self.config.vocab_size, device=logits.device) >= self.n_tokens
+            beyond = torch.arange(self.config.vocab_size, device=logits.device) >= self.n_tokens  # [V]
             logits = logits.masked_fill(beyond, -math.inf)
         return logits
 
-# ---- Sampling --------------------------------------------------------------------------------------------------------
-@dataclass
+
+# ---- Sampling ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Completion:
-    ids: list  # sampled ids, the terminator included
-    logprobs: list  # log pi_old of each, at the sampling temperature
+    """What the model wrote after one context."""
+
+    ids: list[int]  # sampled ids, the terminator included
+    logprobs: list[float]  # log pi_old of each id, at the sampling temperature
     truncated: bool  # the limit came before a terminator
 
-def draw(logits, uniforms):
-    """Inverse-CDF sampling: the first id whose cumulated probability exceeds u. logits [B, V], uniforms [B].
-    One uniform number decides one token, so the same number gives the same token in any batch.
-    >>> probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2]]).repeat(4, 1)
-    >>> draw(probabilities.log(), torch.tensor([0.0, 0.49, 0.51, 0.81], dtype=torch.float64)).tolist()
-    [1, 1, 3, 4]"""
-    # float64: over 150,000 ids a float32 running sum loses the tail
-    cdf = logits.double().softmax(-1).cumsum(-1)
-    target = uniforms[:, None] * cdf[:, -1:]
-    # right=True: strictly greater, so an id of probability zero is never drawn, not even at u = 0
-    return torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-
-def prefill(model, contexts, cache, budget):
-    """Run the contexts through the model, into the cache; returns the last real token's hidden state of each [B, H].
-    Rows are taken a few at a time, at most `budget` padded tokens, to bound the memory that activations take."""
-    step, last = max(1, budget // max(map(len, contexts))), []
-    for start in range(0, len(contexts), step):
-        part = contexts[start : start + step]
-        ids, positions = right_pad(part, model.device)
-        cache.first = start
-        hidden = model(ids, positions, cache)  # [b, T, H]
-        ends = torch.tensor([len(c) - 1 for c in part], device=model.device)
-        last.append(hidden[torch.arange(len(part), device=model.device), ends])
-    cache.first = 0
-    return torch.cat(last)
-
-def right_pad(sequences, device):
-    """Lists of ids -> ids and positions [B, longest]. The padding is id 0: nothing looks at it, see Attention."""
-    ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
-    for row, sequence in enumerate(sequences): ids[row, : len(sequence)] = torch.tensor(sequence)
-    ids = ids.to(device)
-    return ids, torch.arange(ids.shape[1], device=device).expand_as(ids)
 
 @torch.no_grad()
 def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_budget=16_384):
-    """Sample one completion for each of B contexts (lists of ids, none empty) from softmax(logits / temperature).
-    uniforms: [B, >= max_new_tokens] float64 in [0, 1), row b deciding the tokens of completion b (see draw).
+    """Sample one completion for each of B contexts from softmax(logits / temperature).
+
+    contexts: B lists of ids, none empty.
+    uniforms: [B, >= max_new_tokens] float64 in [0, 1); row b decides the tokens of completion b, see draw.
     temperature: 0 means greedy (log-probabilities are then those of temperature 1).
-    Returns B Completions in the order of the contexts. A row leaves the batch as soon as it draws a stop id. Neither
-    the order nor the company of a row changes its tokens."""
-    if not contexts: return []
-    device, scale = model.device, temperature or 1.0
-    lengths = torch.tensor([len(c) for c in contexts], device=device)
-    longest = int(lengths.max())
-    stop = torch.tensor(model.stop_ids, device=device)
+    prefill_budget: how many padded tokens are prefilled at a time (see prefill).
+
+    Returns B Completions in the order of the contexts. A row leaves the batch as soon as it draws a stop id.
+    Neither the order nor the company of a row changes its tokens.
+    """
+    if not contexts:
+        return []
+    device = model.device
+    greedy = temperature == 0
+    temperature = 1.0 if greedy else temperature
+    stop_ids = torch.tensor(model.stop_ids, device=device)
     uniforms = torch.as_tensor(np.asarray(uniforms), dtype=torch.float64, device=device)
-    ids = torch.zeros(len(contexts), max_new_tokens, dtype=torch.long, device=device)
-    logprobs = torch.zeros(len(contexts), max_new_tokens, device=device)
-    counts = torch.full((len(contexts),), max_new_tokens, device=device)
-    stopped = torch.zeros(len(contexts), dtype=torch.bool, device=device)
-    cache = KVCache(model.config, len(contexts), longest + max_new_tokens, like=model.embed_tokens.weight)
-    cache.used = longest
-    live = torch.arange(len(contexts), device=device)  # rows still in the batch, as indices into contexts
+
+    # Prefill: all contexts go through the model once. This fills the cache, and the hidden states
+    # of their last tokens predict the first token of each completion.
+    lengths = torch.tensor([len(context) for context in contexts], device=device)  # [B]
+    slots = int(lengths.max()) + max_new_tokens
+    cache = KVCache(model.config, len(contexts), slots, device, model.embed_tokens.weight.dtype)
     hidden = prefill(model, contexts, cache, prefill_budget)  # [B, H]
+
+    # Decode: each pass draws one token for every row that is still in the batch.
+    # `live` lists these rows as indices into contexts.
+    # hidden and cache hold the live rows only, drawn holds all rows.
+    drawn = Drawn(len(contexts), max_new_tokens, device)
+    live = torch.arange(len(contexts), device=device)
     for t in range(max_new_tokens):
-        logits = model.logits(hidden, scale)  # [live, V]
-        token = draw(logits, uniforms[live, t]) if temperature else logits.argmax(-1)  # [live]
-        ids[live, t] = token
-        logprobs[live, t] = logits.log_softmax(-1).gather(-1, token[:, None])[:, 0]
-        ended = torch.isin(token, stop)
+        # draw the next token of each live row
+        logits = model.logits(hidden, temperature)  # [live, V]
+        token = logits.argmax(-1) if greedy else draw(logits, uniforms[live, t])  # [live]
+
+        # record it with its log-probability
+        drawn.ids[live, t] = token
+        drawn.logprobs[live, t] = logits.log_softmax(-1).gather(-1, token[:, None])[:, 0]
+
+        # rows that drew a stop id leave the batch
+        ended = torch.isin(token, stop_ids)  # [live]
         if ended.any():
-            stopped[live[ended]] = True
-            counts[live[ended]] = t + 1
+            drawn.counts[live[ended]] = t + 1
+            drawn.stopped[live[ended]] = True
             going = (~ended).nonzero()[:, 0]
             live, token = live[going], token[going]
             cache.keep(going)
-        if len(live) == 0 or t + 1 == max_new_tokens: break
-        cache.used = longest + t + 1
-        hidden = model(token[:, None], (lengths[live] + t)[:, None], cache)[:, 0]
-    rows = zip(ids.tolist(), logprobs.tolist(), counts.tolist(), stopped.tolist())
-    return [Completion(row[:n], logprob[:n], not end) for row, logprob, n, end in rows]
+        if len(live) == 0 or t + 1 == max_new_tokens:
+            break
 
-# ---- Scoring ---------------------------------------------------------------------------------------------------------
-def score_chunk(model, hidden, targets, temperature):
-    """hidden [n, H], targets [n] -> log-probabilities [n] and entropies [n] (the latter without gradient)."""
-    logprobs = model.logits(hidden, temperature).log_softmax(-1)  # [n, V]
-    entropy = torch.special.entr(logprobs.detach().exp()).sum(-1)
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+        # the new tokens go through the model, each at the next position of its row
+        cache.used_slots += 1
+        positions = lengths[live] + t  # [live]
+        hidden = model(token[:, None], positions[:, None], cache)[:, 0]  # [live, H]
+    return drawn.completions()
+
+
+class Drawn:
+    """What sample() has drawn so far, one row a context. It stays on the device until all rows have ended."""
+
+    def __init__(self, rows, max_new_tokens, device):
+        self.ids = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(rows, max_new_tokens, device=device)
+        self.counts = torch.full((rows,), max_new_tokens, device=device)  # the number of tokens
+        self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)  # drew a stop id
+
+    def completions(self):
+        """Return the rows as Completions, each cut to its own length."""
+        rows = zip(self.ids.tolist(), self.logprobs.tolist(), self.counts.tolist(), self.stopped.tolist(), strict=True)
+        return [Completion(ids[:count], logprobs[:count], not stopped) for ids, logprobs, count, stopped in rows]
+
+
+def draw(logits, uniforms):
+    """Draw ids [B] from logits [B, V] with uniform numbers [B], by inverse-CDF sampling.
+
+    The id drawn is the first whose cumulative probability exceeds u. One uniform number decides one token, so the
+    same number gives the same token in any batch.
+
+    >>> probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2]]).repeat(4, 1)
+    >>> draw(probabilities.log(), torch.tensor([0.0, 0.49, 0.51, 0.81], dtype=torch.float64)).tolist()
+    [1, 1, 3, 4]
+    """
+    # float64: over 150,000 ids a float32 running sum loses the tail
+    cdf = logits.double().softmax(-1).cumsum(-1)  # [B, V]
+    target = uniforms[:, None] * cdf[:, -1:]  # [B, 1]
+    # right=True: strictly greater, so an id of probability zero is never drawn, not even at u = 0
+    # clamp: without it a row of nan would give V, which is no id
+    return torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def prefill(model, contexts, cache, budget):
+    """Run the contexts through the model into the empty cache; return the hidden state [B, H] of each last token.
+
+    To bound the memory of activations, a few rows go through at a time:
+    at most `budget` padded tokens, but at least one row.
+    """
+    cache.used_slots = max(len(context) for context in contexts)
+    step = max(1, budget // cache.used_slots)
+    last = []
+    for start in range(0, len(contexts), step):
+        part = contexts[start : start + step]
+        cache.first_row = start
+        hidden = model(*right_pad(part, model.device), cache)  # [b, T, H]
+        ends = torch.tensor([len(context) - 1 for context in part], device=model.device)
+        last.append(hidden[torch.arange(len(part), device=model.device), ends])  # [b, H]
+    cache.first_row = 0
+    return torch.cat(last)
+
+
+def right_pad(sequences, device):
+    """Turn lists of ids into ids and positions [B, T], T being the length of the longest.
+
+    The padding is id 0. Nothing looks at it, see Attention.attend.
+    """
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in sequences], batch_first=True).to(device)
+    return ids, torch.arange(ids.shape[1], device=device).expand_as(ids)
+
+
+# ---- Scoring -------------------------------------------------------------------------------------
+
 
 def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
-    """log pi(y_t | context, y_<t) of every completion token, at the temperature that they were sampled with.
-    contexts, completions: B lists of ids, none empty. Returns two float32 tensors [N], N = all completion tokens,
-    row after row: the log-probabilities (differentiable) and the entropies in nats (not). The logits are made `chunk`
-    tokens at a time and again in backward: [N, V] in float32 never exists (16,384 tokens of Qwen: 10 GB, twice)."""
-    if not contexts: return torch.zeros(0, device=model.device), torch.zeros(0, device=model.device)
-    ids, positions = right_pad([x + y[:-1] for x, y in zip(contexts, completions)], model.device)
-    hidden = model(ids, positions)  # [B, T, H]
-    # y_t is predicted at the position before it: the context's last token predicts y_1
-    rows = [row for row, y in enumerate(completions) for _ in y]
-    where = [len(x) - 1 + t for x, y in zip(contexts, completions) for t in range(len(y))]
-    hidden = hidden[torch.tensor(rows, device=model.device), torch.tensor(where, device=model.device)]  # [N, H]
-    targets = torch.tensor([token for y in completions for token in y], device=model.device)
-    pairs = zip(hidden.split(chunk), targets.split(chunk))
-    parts = [checkpoint(score_chunk, model, h, y, temperature, use_reentrant=False) for h, y in pairs]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    """Compute log pi(y_t | context, y_<t) of every completion token, at the temperature of sampling.
 
-# ---- Weights in and out: Hugging Face folders ------------------------------------------------------------------------
-def read_weights(folder):
-    """name -> tensor of a folder's safetensors, in one file or in several with an index."""
-    index = read_json(folder, "model.safetensors.index.json", default={})
-    weights = {}
-    for name in sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]:
-        try: weights |= load_file(os.path.join(folder, name))
-        except FileNotFoundError: raise InputError(f"{folder} has no {name}") from None
-        except SafetensorError as error: raise InputError(f"{os.path.join(folder, name)} is damaged: {error}") from None
-    return weights
+    contexts, completions: B lists of ids, none empty.
+    Returns two float32 tensors [N], N = all completion tokens, row after row: the log-probabilities (differentiable)
+    and the entropies in nats (not).
 
-PLAIN_CHAT = (  # for base models, whose folders have no template
+    The logits are made for `chunk` tokens at a time, and made again in backward: [N, V] in float32 never exists
+    (for 16,384 tokens of Qwen it would take 10 GB, twice).
+    """
+    if not contexts:
+        return torch.zeros(0, device=model.device), torch.zeros(0, device=model.device)
+
+    # hidden states of the whole texts, but for the last token, which predicts nothing that we need
+    texts = [context + completion[:-1] for context, completion in zip(contexts, completions, strict=True)]
+    hidden = model(*right_pad(texts, model.device))  # [B, T, H]
+
+    # y_t is predicted at the position before it: y_1 at the context's last token, and so on
+    rows = zip(hidden, contexts, texts, strict=True)
+    hidden = torch.cat([row[len(context) - 1 : len(text)] for row, context, text in rows])  # [N, H]
+    tokens = [token for completion in completions for token in completion]
+    targets = torch.tensor(tokens, device=model.device)  # [N]
+
+    # the head, one chunk of tokens at a time
+    chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    scored = [checkpoint(score_chunk, model, *part, temperature, use_reentrant=False) for part in chunks]
+    logprobs, entropies = zip(*scored, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def score_chunk(model, hidden, targets, temperature):
+    """Return the log-probabilities [n] of targets [n] after hidden [n, H], and (without gradient) the entropies [n]."""
+    logprobs = model.logits(hidden, temperature).log_softmax(-1)  # [n, V]
+    entropies = torch.special.entr(logprobs.detach().exp()).sum(-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropies
+
+
+# ---- Hugging Face folders, in and out ------------------------------------------------------------
+
+# The chat template of base models, whose folders have none.
+PLAIN_CHAT = (
     "{{ bos_token }}{% for m in messages %}{{ '### ' + m.role + '\\n' + m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}")
+    "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
+)
 
-def hf_name(name):
-    """The name in a Hugging Face file of one of our parameters.
-    >>> hf_name("layers.0.mlp.up_proj.weight"), hf_name("lm_head.weight")
-    ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')"""
-    return name if name.startswith("lm_head") else "model." + name
-
-def compute_dtype(device):
-    """The dtype of weights for sampling and scoring: bfloat16 on a GPU, else float32 (see the table in train.py)."""
-    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 def load(path, device="cpu", dtype=torch.float32):
     """Load (model, tokenizer) from a Hugging Face folder, or from a hub id, which is downloaded.
-    Raises InputError when the folder, a file or a tensor is missing, left over or of the wrong shape."""
-    from transformers import AutoTokenizer
-    path = path if os.path.isdir(path) else download(path)
-    hf = read_json(path, "config.json")
-    model_config(hf)  # say what is unsupported before the slow parts
-    tokenizer = AutoTokenizer.from_pretrained(path)
+
+    Raises InputError when the folder or a file is missing, when the architecture is not supported,
+    or when a tensor is missing, left over or of the wrong shape.
+    """
+    from transformers import AutoTokenizer  # here: it takes seconds, and not all commands need it
+
+    # config, first of all: it says what is unsupported before the slow parts
+    folder = path if os.path.isdir(path) else download(path)
+    hf_config = read_json(folder, "config.json")
+    model_config(hf_config)
+
+    # tokenizer and stop ids
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = tokenizer.chat_template or PLAIN_CHAT
-    eos = read_json(path, "generation_config.json", default={}).get("eos_token_id", hf.get("eos_token_id"))
-    stop_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-    if not stop_ids: raise InputError(f"{path} names no end-of-sequence token")
-    with torch.device("meta"): model = Transformer(hf, stop_ids, len(tokenizer))
-    weights = {k: v for k, v in read_weights(path).items() if not k.endswith("rotary_emb.inv_freq")}
-    if model.config.tied: weights.pop("lm_head.weight", None)
-    state = {}
-    for name, parameter in model.named_parameters():
-        tensor = weights.pop(hf_name(name), None)
-        found = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
-        right = tensor is not None and tensor.shape == parameter.shape
-        require(right, f"{path}: {hf_name(name)} is {found}, expected is shape {list(parameter.shape)}")
-        state[name] = tensor.to(device, dtype)
-    left = f"{len(weights)} tensors that this architecture lacks, such as {min(weights, default='')}"
-    require(not weights, f"{path} has {left}")
+    stop_ids = read_stop_ids(folder, hf_config, tokenizer)
+
+    # skeleton: the modules without memory for their weights
+    with torch.device("meta"):
+        model = Transformer(hf_config, stop_ids, len(tokenizer))
+
+    # weights: one tensor at a time is converted and its original released
+    state = match_weights(model, read_weights(folder), folder)
+    for name in state:
+        state[name] = state[name].to(device, dtype)
     model.load_state_dict(state, assign=True)
     return model, tokenizer
 
+
 def download(name):
-    """The local folder of a model on the Hugging Face hub."""
+    """Return the local folder of a model on the Hugging Face hub, after downloading what is missing."""
     from huggingface_hub import snapshot_download
+
     if name.startswith((".", "/")) or name.count("/") != 1:
         raise InputError(f"{name} is neither a model folder nor a hub id like Qwen/Qwen3-4B")
-    try: return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
     except Exception as error:  # of dozens of types; all mean that there is no model to go on with
-        raise InputError(f"{name} is no folder and cannot be downloaded: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{name} is no folder and cannot be downloaded: {reason}") from None
+
+
+def read_stop_ids(folder, hf_config, tokenizer):
+    """Return the ids that end a completion: those of generation_config.json, else config.json, and the tokenizer's."""
+    generation = read_json(folder, "generation_config.json", default={})
+    named = generation.get("eos_token_id", hf_config.get("eos_token_id"))  # an id, a list or None
+    named = named if isinstance(named, list) else [named]
+    stop_ids = {*named, tokenizer.eos_token_id} - {None}
+    require(stop_ids, f"{folder} names no end-of-sequence token")
+    return stop_ids
+
+
+def read_weights(folder):
+    """Return {name: tensor} of a folder's safetensors, from one file or from several with an index."""
+    index = read_json(folder, "model.safetensors.index.json", default={})
+    names = set(index["weight_map"].values()) if index else {"model.safetensors"}
+    weights = {}
+    for name in sorted(names):
+        path = os.path.join(folder, name)
+        require(os.path.exists(path), f"{folder} has no {name}")
+        try:
+            weights |= load_file(path)
+        except SafetensorError as error:
+            raise InputError(f"{path} is damaged: {error}") from None
+    return weights
+
+
+def match_weights(model, weights, folder):
+    """Return {our name: tensor} for all parameters of the model, out of the {name: tensor} of a file.
+
+    Raises InputError when a tensor is missing, of the wrong shape or left over:
+    a model that skipped one would load and talk nonsense.
+    """
+    # two things that some files hold although they follow from the rest
+    weights = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    if model.config.tied:
+        weights.pop("lm_head.weight", None)
+
+    # every parameter has its tensor
+    state = {}
+    for name, parameter in model.named_parameters():
+        theirs, expected = hf_name(name), list(parameter.shape)
+        require(theirs in weights, f"{folder}: {theirs} is missing; it should have shape {expected}")
+        state[name] = weights.pop(theirs)
+        found = list(state[name].shape)
+        require(found == expected, f"{folder}: {theirs} is of shape {found}; it should have shape {expected}")
+
+    # every tensor had its parameter
+    example = min(weights, default=None)
+    require(not weights, f"{folder} has {len(weights)} tensors that this architecture lacks, such as {example}")
+    return state
+
+
+def hf_name(name):
+    """Return the name that one of our parameters has in a Hugging Face file.
+
+    >>> hf_name("layers.0.mlp.up_proj.weight"), hf_name("lm_head.weight")
+    ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')
+    """
+    return name if name.startswith("lm_head") else "model." + name
+
+
+def compute_dtype(device):
+    """Return the dtype of weights for sampling and scoring: bfloat16 on a GPU, else float32 (see train.py's table)."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+
 
 def save(model, tokenizer, path):
     """Write a Hugging Face folder, which load(), transformers and vLLM open."""
+    # weights
     os.makedirs(path, exist_ok=True)
     tensors = {hf_name(name): p.detach().cpu().clone() for name, p in model.named_parameters()}
     save_file(tensors, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
+
+    # tokenizer, under a class name that transformers 4 knows as well
     tokenizer.save_pretrained(path)
     settings = read_json(path, "tokenizer_config.json")
-    if settings.get("tokenizer_class") == "TokenizersBackend":  # the name in transformers 5; 4 does not know it
+    if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    hf = {k: v for k, v in model.hf.items() if k not in ("dtype", "torch_dtype")}
-    hf["torch_dtype"] = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
-    files = {"config.json": hf, "generation_config.json": {"eos_token_id": model.stop_ids}}
-    for name, content in (files | {"tokenizer_config.json": settings}).items():
-        with open(os.path.join(path, name), "w", encoding="utf-8") as f: json.dump(content, f, indent=1)
+    write_json(path, "tokenizer_config.json", settings)
 
-# ---- The embedded model of the miniature pipelines -------------------------------------------------------------------
-TINY_CHAT = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    # config, with the dtype of the weights (transformers 5 writes "dtype", but reads this one too)
+    hf_config = {name: value for name, value in model.hf_config.items() if name not in ("dtype", "torch_dtype")}
+    hf_config["torch_dtype"] = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    write_json(path, "config.json", hf_config)
+    write_json(path, "generation_config.json", {"eos_token_id": model.stop_ids})
+
+
+def write_json(folder, name, content):
+    """Write a JSON file into a folder."""
+    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+
+
+# ---- The embedded model of the miniature pipelines -----------------------------------------------
+
+TINY_CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
 
 def tiny_tokenizer(pieces):
-    """A tokenizer whose tokens are the given pieces of text, longest match first; other text becomes <unk>.
+    """Make a tokenizer whose tokens are the given pieces of text.
+
+    The longest piece that fits is taken first; text that no piece fits becomes <unk>.
+
     >>> tokenizer = tiny_tokenizer(["Tom", " has", " ", "1", "2", "print(", ")"])
     >>> tokenizer.convert_ids_to_tokens(tokenizer("Tom has 12 cows")["input_ids"])
-    ['Tom', ' has', ' ', '1', '2', ' ', '<unk>']"""
+    ['Tom', ' has', ' ', '1', '2', ' ', '<unk>']
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<unk>"]
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*special, *pieces])}, unk_token="<unk>"))
-    pattern = "|".join(re.escape(p) for p in sorted(pieces, key=len, reverse=True))
+
+    # each piece is one id; the special tokens come first
+    roles = ["<|system|>", "<|user|>", "<|assistant|>"]
+    vocabulary = ["<|pad|>", "<|end|>", *roles, "<unk>", *pieces]
+    ids = {piece: i for i, piece in enumerate(vocabulary)}
+    words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+
+    # text is cut at the pieces, the longest first: a regular expression takes the first alternative that fits
+    pattern = "|".join(re.escape(piece) for piece in sorted(pieces, key=len, reverse=True))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     words.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>",
-                                        unk_token="<unk>", additional_special_tokens=special[2:5])
-    tokenizer.chat_template = TINY_CHAT
-    return tokenizer
+
+    # what transformers must know of it
+    special = dict(pad_token="<|pad|>", eos_token="<|end|>", unk_token="<unk>", additional_special_tokens=roles)
+    return PreTrainedTokenizerFast(tokenizer_object=words, chat_template=TINY_CHAT, **special)
+
 
 def tiny(pieces, seed=0, hidden_size=64, layers=3, heads=4, kv_heads=2):
-    """A new, untrained (model, tokenizer) in Qwen3's layout, about 0.15M weights, for a vocabulary of text pieces."""
+    """Make an untrained (model, tokenizer) in Qwen3's layout for a vocabulary of text pieces: about 0.15M weights."""
     tokenizer = tiny_tokenizer(pieces)
-    hf = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=len(tokenizer),
-        hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=hidden_size // heads, max_position_embeddings=1024, rms_norm_eps=1e-6,
-        rope_theta=100.0, tie_word_embeddings=True, hidden_act="silu", attention_bias=False, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = Transformer(hf, {tokenizer.eos_token_id}, len(tokenizer))
+    hf_config = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=len(tokenizer))
+    hf_config |= dict(hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=layers)
+    hf_config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=hidden_size // heads)
+    hf_config |= dict(max_position_embeddings=1024, rms_norm_eps=1e-6, rope_theta=100.0)
+    hf_config |= dict(tie_word_embeddings=True, hidden_act="silu", attention_bias=False)
+    hf_config |= dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model = Transformer(hf_config, {tokenizer.eos_token_id}, len(tokenizer))
+
+    # matrices are drawn from a generator of their own; the norms stay at 1
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        if parameter.dim() == 2: nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
     return model, tokenizer

@@ -1,21 +1,64 @@
 """rollout.py: runs the agents of a pipeline on problems and records what they did.
 
-Part of the paper: data collection. For each agent in turn: sample one reply for all episodes, batch by batch, run the
-programs of a batch in the sandbox while the next one is sampled, hand the finished actions to the coach, which works in
-the background while the next agent generates. Every episode has a workspace of its own, in which files stay from action
-to action; all that the host takes from it is a listing, and the bytes of submission.csv. `Action` is the only thing
-that rollout, judge and train share: the record of what was sampled, under which ids, with which log-probabilities. Text
-is derived from it, for people, coaches and other agents.
+Before this: agents.py, model.py, judge.py. After it: eval.py, train.py.
+Part of the paper: data collection. For each agent in turn: sample one reply for every episode, batch by batch; run the
+programs of a batch in the sandbox while the next batch is sampled; hand the finished actions to the coach, which works
+in the background while the next agent generates. Every episode has a workspace of its own, in which files stay from
+action to action. All that the host takes from it is a listing, and the bytes of the file that is graded.
+`Action` is the only thing that rollout, judge and train share: the record of what was sampled, under which ids, with
+which log-probabilities. Text is derived from it, for people, coaches and other agents.
+
 What we leave out: asynchronous training on old samples, and refilling the batch with new episodes as rows finish.
-Watch agents at work:  python train.py --warm-steps 60 --steps 1; head -n 1 runs/arithmetic/episodes.jsonl"""
+Watch agents at work:  python train.py --warm-steps 60 --steps 1; head -n 1 runs/arithmetic/episodes.jsonl
+"""
+
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch.distributed as dist
-import judge
-from agents import Problem, absent, digest, extend, extract_program, handed_on, render
+
+from agents import NO_PROGRAM, Problem, digest, extend, extract_program, handed_on, missing_files, render
+from judge import GRADERS, Case, Failure, Grade, Verdict
 from model import sample
+
+# ---- Processes. Every process calls the same collectives in the same order, whatever its data ------------------------
+
+
+def rank():
+    """This process's number, 0 without torchrun."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    """How many processes work on this run."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather(items):
+    """The concatenated lists of all processes, on every process. A collective: all must call it."""
+    parts = [items] * world()
+    if world() > 1:
+        dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def all_reduce(tensor, operation=dist.ReduceOp.SUM):
+    """Sum (or another reduction) of a tensor over all processes, in place; returns it. A collective."""
+    if world() > 1:
+        dist.all_reduce(tensor, operation)
+    return tensor
+
+
+def barrier():
+    """Wait until all processes are here. A collective."""
+    if world() > 1:
+        dist.barrier()
+
+
+# ---- What is recorded ------------------------------------------------------------------------------------------------
+
 
 @dataclass
 class Action:
@@ -27,10 +70,11 @@ class Action:
     truncated: bool  # the limit came before a terminator
     text: str  # of ids, without special tokens
     observation: str | None = None  # what its program answered; None if it ran none
-    status: str = ""  # how its program ended; "" if it ran none
-    before: tuple = ()  # the files in the workspace before it, as Sandbox.list_files tells them
+    status: str = ""  # how its program ended; empty if it ran none
+    before: tuple = ()  # FileEntries of the workspace before it
     after: tuple = ()  # and after it
-    verdict: judge.Verdict | judge.Failure | None = None
+    verdict: Verdict | Failure | None = None
+
 
 @dataclass
 class Episode:
@@ -40,174 +84,292 @@ class Episode:
     actions: list = field(default_factory=list)
     error: str = ""  # why it ended early
     workspace: str = ""  # its folder, while it runs
-    files: tuple = ()  # what is there now; empty for tasks without files
+    files: tuple = ()  # FileEntries of what is there now; empty where the pipeline shows none
     handed: dict = field(default_factory=dict)  # what the prompt of the agent that acts was filled with
-    grade: judge.Grade | None = None  # of its last submission; None if it never came to one
+    last_grade: Grade | None = None  # of the last agent's last action; None if it never acted
 
     @property
-    def answer(self):
-        """The normalised final answer, or None: what the last agent boxed, if the episode got that far."""
-        return judge.final_answer(self.actions[-1].text) if self.actions and not self.error else None
+    def grade(self):
+        """How the episode ended. From the truth alone, never from the coach."""
+        return self.last_grade or Grade(False, 0.0, self.error or "the last agent did not act")
 
-    @property
-    def correct(self):
-        """Is that answer right, or the submission valid? From the truth alone, never from the coach."""
-        if self.problem.table: return self.grade is not None and not self.grade.reason
-        return self.answer is not None and judge.grade_math(self.actions[-1].text, self.problem.answer)
-
-    @property
-    def outcome(self):
-        """How good the end result is, in [0, 1]: right or not, or the quality of the submission."""
-        if self.problem.table: return self.grade.quality if self.grade else 0.0
-        return float(self.correct)
 
 @dataclass(frozen=True)
 class Sampling:
     """How to sample. The uniforms of an action are a function of (stream, problem, sample, agent, turn) and no more."""
-    stream: tuple  # such as (run seed, step): other streams give other draws
+
+    stream: tuple  # such as ("train", run seed, step): other streams give other draws
     temperature: float = 1.0
     max_new_tokens: int = 32
     max_context_tokens: int = 512
     rows: int = 256  # contexts in one batch
     thinking: str = "default"  # on, off, or as the chat template has it
 
+    def switches(self):
+        """The options of the chat template that the thinking mode stands for."""
+        return {} if self.thinking == "default" else {"enable_thinking": self.thinking == "on"}
+
+
 def uniforms(stream, problem_id, sample_index, agent, turn, count):
-    """One uniform number per token, in [0, 1), for one action. Neither the rank, nor the batch, nor the order of work
-    enters: no change of hardware changes a draw. numpy guarantees RandomState's streams for ever."""
+    """One uniform number per token for one action: [count] float64 in [0, 1).
+
+    Neither the rank, nor the batch, nor the order of work enters: no change of hardware changes a draw. numpy
+    guarantees RandomState's streams for ever.
+    """
     seed = digest(stream, problem_id, sample_index, agent, turn)
     return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).random_sample(count)
 
-def rank():
-    """This process's number, 0 without torchrun."""
-    return dist.get_rank() if dist.is_initialized() else 0
 
-def world():
-    """How many processes work on this run."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-def gather(items):
-    """The concatenated lists of all processes, on every process. A collective: all must call it."""
-    parts = [items] * world()
-    if world() > 1: dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
-
-def make_jobs(problems, samples):
+def make_episodes(problems, samples):
     """This process's share of all episodes of a step: new Episodes, dealt out in turn.
-    >>> [(e.index, e.problem, e.sample) for e in make_jobs(["p", "q"], 2)]
-    [(0, 'p', 0), (1, 'p', 1), (2, 'q', 0), (3, 'q', 1)]"""
-    jobs = [Episode(i * samples + k, problem, k) for i, problem in enumerate(problems) for k in range(samples)]
-    return jobs[rank() :: world()]
 
-def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, how):
-    """Run the pipeline on new episodes, in place; returns them. models: agent name -> Transformer; coach: Cases ->
-    verdicts; how: Sampling. When this returns, every action has its verdict and no workspace is left."""
-    programs, background = ThreadPoolExecutor(16), ThreadPoolExecutor(1)  # threads wait: the sandbox counts the cores
-    verdicts = []  # (actions, future of their verdicts)
+    >>> [(e.index, e.problem, e.sample) for e in make_episodes(["p", "q"], 2)]
+    [(0, 'p', 0), (1, 'p', 1), (2, 'q', 0), (3, 'q', 1)]
+    """
+    pairs = [(problem, k) for problem in problems for k in range(samples)]
+    episodes = [Episode(index, problem, k) for index, (problem, k) in enumerate(pairs)]
+    return episodes[rank() :: world()]
+
+
+# ---- Running ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Judging:
+    """Actions whose cases are with the coach."""
+
+    actions: list
+    verdicts: object  # Future of one verdict for each of them
+
+
+def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling):
+    """Run the pipeline on new episodes, in place; returns them.
+
+    models: agent name -> Transformer; coach: Cases -> verdicts. When this returns, every action has its verdict and no
+    workspace is left.
+    """
+    programs = ThreadPoolExecutor(16)  # its threads only wait: the sandbox counts the cores
+    background = ThreadPoolExecutor(1)  # for the coach
+    judging = []
     try:
-        for e in episodes if any(agent.uses_tools for agent in pipeline.agents) else (): open_workspace(e, sandbox)
+        if any(agent.uses_tools for agent in pipeline.agents):
+            for episode in episodes:
+                open_workspace(pipeline, episode, sandbox)
         for agent in pipeline.agents:
-            acting = [e for e in episodes if not e.error]
+            acting = [episode for episode in episodes if not episode.error]
             for turn in range(agent.max_actions):
-                if turn: acting = [e for e in acting if may_act_again(agent, e)]
-                for e in acting: e.handed = handed_on(pipeline, e.problem, e.actions, e.files)
-                contexts = [next_context(agent, e, turn, tokenizer, how) for e in acting]
-                acting, contexts = drop_too_long(acting, contexts, agent, how)
-                running = []
-                for part in reply(agent, turn, acting, contexts, models[agent.name], tokenizer, how):
-                    running += [programs.submit(finish_action, pipeline, agent, e, sandbox) for e in part]
-                cases = [future.result() for future in running]
-                verdicts.append(([e.actions[-1] for e in acting], background.submit(coach, cases)))
-        for actions, future in verdicts:
-            for action, verdict in zip(actions, future.result(), strict=True): action.verdict = verdict
+                if turn > 0:
+                    acting = [episode for episode in acting if may_act_again(agent, episode)]
+                # what the agent is handed, as token ids
+                for episode in acting:
+                    episode.handed = handed_on(pipeline, episode.problem, episode.actions, episode.files)
+                contexts = [next_context(agent, episode, turn, tokenizer, sampling) for episode in acting]
+                acting, contexts = drop_too_long(acting, contexts, agent, sampling)
+                # sample batch by batch; the programs of a batch run while the next one is sampled
+                finishing = []
+                for batch in sample_batches(agent, turn, acting, contexts, models[agent.name], tokenizer, sampling):
+                    finishing += [programs.submit(finish_action, pipeline, agent, e, sandbox) for e in batch]
+                cases = [future.result() for future in finishing]
+                # the coach works while the next agent, or the next turn, is sampled
+                actions = [episode.actions[-1] for episode in acting]
+                judging.append(Judging(actions, background.submit(coach, cases)))
+        for judged in judging:
+            for action, verdict in zip(judged.actions, judged.verdicts.result(), strict=True):
+                action.verdict = verdict
     finally:
-        for pool in (programs, background): pool.shutdown(cancel_futures=True)
-        for workspace in filter(None, [e.workspace for e in episodes]): sandbox.remove_workspace(workspace)
+        programs.shutdown(cancel_futures=True)
+        background.shutdown(cancel_futures=True)
+        for episode in episodes:
+            if episode.workspace:
+                sandbox.remove_workspace(episode.workspace)
     return episodes
 
-def open_workspace(episode, sandbox):
-    """Make the episode's folder, with its task's files. The answers are not among them."""
-    table = episode.problem.table
-    episode.workspace = sandbox.make_workspace({"train.csv": table.train, "test.csv": table.test} if table else {})
-    if table: episode.files = sandbox.list_files(episode.workspace)
+
+def open_workspace(pipeline, episode, sandbox):
+    """Make the episode's folder, with its problem's files. The answers are not among them."""
+    episode.workspace = sandbox.make_workspace(episode.problem.files)
+    update_files(pipeline, episode, sandbox)
+
+
+def update_files(pipeline, episode, sandbox):
+    """Look at what is in the workspace now, where the pipeline speaks of files at all."""
+    if pipeline.show_files:
+        episode.files = sandbox.list_files(episode.workspace)
+
 
 def may_act_again(agent, episode):
     """Has the agent's last program failed, or left out a file that it must write?"""
+    if episode.error:
+        return False
     failed = episode.actions[-1].status not in ("", "ok")
-    return not episode.error and (failed or absent(agent.must_write, episode.files) != [])
+    return failed or len(missing_files(agent.must_write, episode.files)) > 0
 
-def next_context(agent, episode, turn, tokenizer, how):
+
+def next_context(agent, episode, turn, tokenizer, sampling):
     """The ids under which the agent acts next: rendered for its first turn, extended from its last one afterwards."""
-    switches = {} if how.thinking == "default" else {"enable_thinking": how.thinking == "on"}
-    if turn:
-        last = episode.actions[-1]
-        seen = last.observation or "no program was run"
-        if agent.must_write: seen += "\n" + episode.handed["files"]
-        return extend(tokenizer, last.context_ids, last.ids, seen, **switches)
-    return render(tokenizer, agent, episode.handed | {"max_new_tokens": str(how.max_new_tokens)}, **switches)
+    if turn == 0:
+        values = episode.handed | {"max_new_tokens": str(sampling.max_new_tokens)}
+        return render(tokenizer, agent, values, **sampling.switches())
+    last = episode.actions[-1]
+    seen = last.observation or NO_PROGRAM
+    if agent.must_write:
+        seen += "\n" + episode.handed["files"]
+    return extend(tokenizer, last.context_ids, last.ids, seen, **sampling.switches())
 
-def drop_too_long(episodes, contexts, agent, how):
-    """End the episodes whose next context is over the limit, saying so; cutting it would hide what the agent missed."""
-    for episode, context in zip(episodes, contexts):
-        if len(context) > how.max_context_tokens:
-            episode.error = f"{agent.name}'s context has {len(context)} tokens, over {how.max_context_tokens}"
-    pairs = [(e, c) for e, c in zip(episodes, contexts) if not e.error]
-    return [e for e, _ in pairs], [c for _, c in pairs]
 
-def reply(agent, turn, episodes, contexts, model, tokenizer, how):
+def drop_too_long(episodes, contexts, agent, sampling):
+    """The (episodes, contexts) within the limit. The others end, saying so: to cut would hide what the agent missed."""
+    kept_episodes, kept_contexts = [], []
+    for episode, context in zip(episodes, contexts, strict=True):
+        if len(context) > sampling.max_context_tokens:
+            limit = sampling.max_context_tokens
+            episode.error = f"{agent.name}'s context has {len(context)} tokens, over {limit}"
+        else:
+            kept_episodes.append(episode)
+            kept_contexts.append(context)
+    return kept_episodes, kept_contexts
+
+
+def sample_batches(agent, turn, episodes, contexts, model, tokenizer, sampling):
     """Sample the agent's reply in each episode and append it as an Action; yields the episodes batch by batch."""
-    for start in range(0, len(episodes), how.rows):
-        part = slice(start, start + how.rows)
-        who = [(e.problem.id, e.sample, agent.name, turn) for e in episodes[part]]
-        draws = [uniforms(how.stream, *identity, how.max_new_tokens) for identity in who]
-        completions = sample(model, contexts[part], draws, how.max_new_tokens, how.temperature)
-        for episode, context, c in zip(episodes[part], contexts[part], completions):
-            text = tokenizer.decode(c.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            # some templates (R1-Distill) open the thinking part themselves: without its mark, thoughts would be answers
-            if tokenizer.decode(context[-4:]).rstrip().endswith("<think>"): text = "<think>" + text
-            episode.actions.append(Action(agent.name, turn, context, c.ids, c.logprobs, c.truncated, text))
-        yield episodes[part]
+    for start in range(0, len(episodes), sampling.rows):
+        batch = episodes[start : start + sampling.rows]
+        batch_contexts = contexts[start : start + sampling.rows]
+        count = sampling.max_new_tokens
+        draws = [uniforms(sampling.stream, e.problem.id, e.sample, agent.name, turn, count) for e in batch]
+        completions = sample(model, batch_contexts, draws, count, sampling.temperature)
+        for episode, context, completion in zip(batch, batch_contexts, completions, strict=True):
+            episode.actions.append(
+                Action(
+                    agent.name,
+                    turn,
+                    context,
+                    completion.ids,
+                    completion.logprobs,
+                    completion.truncated,
+                    text=text_of(completion.ids, context, tokenizer),
+                )
+            )
+        yield batch
+
+
+def text_of(ids, context, tokenizer):
+    """The text of sampled ids, without special tokens."""
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    # some templates (R1-Distill's) open the thinking part themselves: without its mark, thoughts would be answers
+    if tokenizer.decode(context[-4:]).rstrip().endswith("<think>"):
+        text = "<think>" + text
+    return text
+
 
 def finish_action(pipeline, agent, episode, sandbox):
-    """Run the program of the episode's last reply, grade what is submitted now, and return what the coach is shown."""
-    table = episode.problem.table
-    if agent.uses_tools: run_program(pipeline, episode, sandbox)
-    if agent.coach_sees_truth and table:
-        try: episode.grade = judge.grade_submission(sandbox.read(episode.workspace, "submission.csv"), table)
-        except FileNotFoundError: episode.grade = judge.Grade("there is no submission.csv")
-        except OSError: episode.grade = judge.Grade("submission.csv is not a plain file of at most 64 MiB")
-    return make_case(pipeline, agent, episode)
+    """Run the program of the episode's last reply, grade what there is now, and return what the coach is shown."""
+    action = episode.actions[-1]
+    action.before = episode.files
+    if agent.uses_tools:
+        run_program(pipeline, episode, sandbox)
+        update_files(pipeline, episode, sandbox)
+    action.after = episode.files
+
+    is_last = agent is pipeline.agents[-1]
+    grade = None
+    if is_last or agent.coach_sees_truth:
+        read_file = partial(sandbox.read, episode.workspace)
+        grade = GRADERS[pipeline.graded_by](episode.problem, action.text, read_file)
+    if is_last:
+        episode.last_grade = grade
+
+    return Case(
+        pipeline=pipeline,
+        problem=episode.problem,
+        agent=agent,
+        handed=episode.handed,
+        reply=handed_on(pipeline, episode.problem, [action])[agent.name],
+        observation=action.observation,
+        status=action.status,
+        grade=grade if agent.coach_sees_truth else None,
+        before=action.before,
+        after=action.after,
+    )
+
 
 def run_program(pipeline, episode, sandbox):
     """Run the program in the episode's last reply, if it has one, and record what came of it."""
     action = episode.actions[-1]
-    code, action.before = extract_program(action.text), episode.files
-    if code is not None:
-        result = sandbox.run(code, episode.workspace)
-        action.status, action.observation = result.status, pipeline.show(result)
-        if result.status == "disk": episode.error = "its workspace is full"  # all later programs would fail
-    if episode.problem.table: episode.files = sandbox.list_files(episode.workspace)
-    action.after = episode.files
+    code = extract_program(action.text)
+    if code is None:
+        return
+    result = sandbox.run(code, episode.workspace)
+    action.status = result.status
+    action.observation = pipeline.show_result(result)
+    if result.status == "disk":
+        episode.error = "its workspace is full"  # all later programs would fail
 
-def make_case(pipeline, agent, episode):
-    """What the coach is shown of the episode's last action. The truth goes in only where the pipeline says so."""
-    action, problem = episode.actions[-1], episode.problem
-    text = handed_on(pipeline, problem, [action])[agent.name]
-    correct = judge.grade_math(action.text, problem.answer) if agent.coach_sees_truth and not problem.table else None
-    return judge.Case(problem, agent, episode.handed, text, action.observation, action.status, correct, action.before,
-                      action.after, episode.grade if agent.coach_sees_truth else None)
+
+# ---- Records: lines of episodes.jsonl, on which all statistics rest --------------------------------------------------
+
 
 def record(episode):
-    """An episode as a line of episodes.jsonl."""
-    actions, e, problem = [], episode, episode.problem
-    for a in e.actions:
-        v, judged = a.verdict, isinstance(a.verdict, judge.Verdict)
-        failure = None if judged or v.kind == "none" else f"{v.kind}: {v.detail}"
-        actions.append(dict(agent=a.agent, turn=a.turn, text=a.text, tokens=len(a.ids), truncated=a.truncated,
-                            status=a.status, observation=a.observation, score=v.score if judged else None,
-                            reason=v.reason if judged else None, opinion=v.correct if judged else None,
-                            failure=failure, files=[name for name, *_ in a.after[:50]]))
-    grade = e.grade or judge.Grade(e.error or "nothing was submitted")
-    data = dict(kind=problem.table.kind, invalid=grade.reason, metrics=grade.metrics) if problem.table else {}
-    return data | dict(
-        index=e.index, problem=problem.id, question=problem.question, truth=problem.answer, sample=e.sample,
-        answer=e.answer, correct=e.correct, outcome=e.outcome, error=e.error, actions=actions)
+    """An episode as a line of episodes.jsonl.
+
+    index     its number among all episodes of the step; records of all ranks are sorted by it
+    problem   the problem's id; results belong to it, whatever their order
+    sample    0.. among the episodes of the same problem
+    kind      classification or regression; empty where all problems are of one kind
+    question, truth   as the problem has them; the truth is empty for data tasks
+    answer    the normalised final answer, or null
+    correct   is the answer right, or the submission valid? By the truth alone
+    quality   in [0, 1], what --reward outcome pays
+    reason    why it is not correct; empty if it is
+    metrics   of a valid submission: name -> figure
+    error     why the episode ended early; empty if it did not
+    actions   see record_action()
+    """
+    grade = episode.grade
+    return dict(
+        index=episode.index,
+        problem=episode.problem.id,
+        sample=episode.sample,
+        kind=episode.problem.kind,
+        question=episode.problem.question,
+        truth=episode.problem.answer,
+        answer=grade.answer,
+        correct=grade.correct,
+        quality=grade.quality,
+        reason=grade.reason,
+        metrics=grade.metrics,
+        error=episode.error,
+        actions=[record_action(action) for action in episode.actions],
+    )
+
+
+def record_action(action):
+    """An action as it stands in a record.
+
+    agent, turn, text, truncated   as in Action
+    tokens       number of sampled ids
+    status       how its program ended; empty if it ran none
+    observation  what its program answered; null if it ran none
+    files        names in the workspace after it, the first 50
+    score        of the coach, 0 to 10; null if there is no verdict
+    reason       of the coach
+    opinion      does the coach think that the answer is right? null if it was not asked
+    failure      why there is no verdict; null if there is one, or no coach was asked
+    """
+    verdict = action.verdict
+    judged = isinstance(verdict, Verdict)
+    failed = not judged and verdict.kind != "none"
+    return dict(
+        agent=action.agent,
+        turn=action.turn,
+        text=action.text,
+        tokens=len(action.ids),
+        truncated=action.truncated,
+        status=action.status,
+        observation=action.observation,
+        files=[entry.name for entry in action.after[:50]],
+        score=verdict.score if judged else None,
+        reason=verdict.reason if judged else None,
+        opinion=verdict.opinion if judged else None,
+        failure=f"{verdict.kind}: {verdict.detail}" if failed else None,
+    )

@@ -1,5 +1,6 @@
 """train.py: MAPPA. Every agent learns, with its own weights, from the coach's scores of its own actions.
 
+Before this: agents.py, model.py, judge.py, rollout.py, eval.py.
 For an action with sampled tokens y_1..y_T and coach score c, R = c / 10 and, with gamma = 1 and within the action only,
 
     kl_t  = log pi_old(y_t) - log pi_ref(y_t)              k1 estimator, detached; ref = the agent's starting weights
@@ -17,53 +18,87 @@ summed over all of them, so that the number of processes changes the speed and n
     logits, loss, sums of gradients   float32   float32
     master weights, Adam moments      float32   float32    1/N per process; at lr 1e-6 a bfloat16 weight never moves
 
+Words, here and in the other files:
+    episode      one run of all agents on one problem; --samples of them for each problem
+    action       one whole generation of one agent, and what its program answered; a turn is its number in the episode
+    context      the token ids that an action was sampled under; completion: the ids that were sampled
+    coach        who scores actions; to judge is what it does (hence judge.py and the options --judge...)
+    verdict      what the coach says of an action; grade: what the truth says of an episode
+    step         one rollout and its updates, counted from 1; update: one optimizer step, counted from 0 over the run
+    micro-batch  what goes through the model at once; batch: the actions of one optimizer step
+    policy       one set of weights and the agents that use it; reference: the weights that all agents started from
+    rank, world  number of this process; how many there are
+
 What we leave out: critic, entropy bonus, KL in the loss, returns across turns or agents (as in the paper); tensor and
 pipeline parallelism. Where the official code differs from the paper we follow the paper, see README.
 
     python train.py                                        # three tiny agents learn arithmetic on a laptop
     python train.py --pipeline tables                      # three others learn data analysis
     torchrun --standalone --nproc_per_node=8 train.py      # the same run on eight processes
-    python train.py --preset mathchat --model FOLDER_OR_ID --train FILE --judge api ...    # the paper's, see README"""
-import argparse, contextlib, copy, inspect, json, math, os, random, re, shutil, signal, sys, threading, time, typing
+    python train.py --preset mathchat --model FOLDER_OR_ID --train FILE --judge api ...    # the paper's, see README
+"""
+
+import argparse
+import contextlib
+import copy
+import inspect
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from statistics import fmean, pstdev
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
-import judge, model
-from agents import LIBRARIES, PIPELINES, InputError, Pipeline, Sandbox, SandboxError, digest, extend, render, require
-from agents import check_problems, load_files, read_json, subset
-from eval import data_figures, evaluate, latest_checkpoint, measure, nobody, print_summary, summarise, summarise_agent
-from rollout import Sampling, gather, make_jobs, rank, record, run_episodes, world
 
-# ---- Configuration. Each field is an option of the command line, with its comment as help ----------------------------
+import agents
+from agents import InputError, SandboxError, digest, read_json, require
+from eval import evaluate, kind_figures, latest_checkpoint, print_summary, summarise, summarise_agent
+from judge import ApiModel, Failure, LocalModel, has_rules, judge_by, nobody, rules
+from model import Transformer, compute_dtype, load, save, tiny, token_logprobs
+from rollout import Action, Sampling, all_reduce, barrier, gather, make_episodes, rank, record, run_episodes, world
+
+# ---- Configuration ---------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Config:
+    """Each field is an option of the command line. Its comment is its help; other comments are titles in --help."""
+
+    # what is trained, and on which problems
     preset: str = ""  # named set of defaults: arithmetic, tables, mathchat, dsbench; as --pipeline if that is given
     pipeline: str = "arithmetic"  # which agents work on which kind of problem
     model: str = ""  # Hugging Face folder or hub id that every agent starts from; empty: the embedded model
     train: str = ""  # problem file to train on; empty: the pipeline's own problems
     eval: tuple = ()  # problem files to evaluate on; none: the pipeline's own held-out problems
     train_subset: int = 0  # train on so many of them only, drawn as in the paper; 0: on all
+    allow_repeats: bool = False  # go on although problems repeat, or are both trained and evaluated on
     data_root: str = ""  # DSBench: folder that the paths in its problem files start from; empty: the current one
     task_texts: str = ""  # DSBench: JSON file of cleaned task texts and column names; empty: the texts as published
     allow_missing: bool = False  # DSBench: leave out tasks whose data are absent
-    allow_repeats: bool = False  # go on although problems repeat, or are both trained and evaluated on
-    out: str = ""  # run folder; empty: runs/PIPELINE
-    resume: bool = False  # go on from the run folder's last checkpoint, with its config
-    seed: int = 0  # seed of everything: weights, order of problems, sampling
-    steps: int = 150  # rollouts; each is followed by one pass over it
-    problems: int = 32  # problems in a rollout
-    samples: int = 2  # episodes for each of them
-    train_batch: int = 32  # episodes for each optimizer step
-    reward: typing.Literal["process", "outcome", "mixed"] = "process"  # coach scores, the end result, or their mean
-    advantage: typing.Literal["reinforce++", "grpo", "rloo"] = "reinforce++"  # see set_advantages()
+    warm_steps: int = 500  # supervised steps on 64 half-wrong demonstrations each; the embedded model starts there
+    warm_lr: float = 8e-3  # their peak learning rate
+
+    # learning
+    reward: Literal["process", "outcome", "mixed"] = "process"  # coach scores, the end result, or their mean
+    advantage: Literal["reinforce++", "grpo", "rloo"] = "reinforce++"  # see set_advantages()
     share_weights: bool = False  # one set of weights for all agents, the control experiment
+    mask_truncated: bool = True  # leave actions that hit the generation limit out of the update
+    train_batch: int = 32  # episodes for each optimizer step
     beta: float = 0.01  # weight of the KL penalty in the reward
     clip: float = 0.2  # clipping range of the ratio
     lr: float = 4e-4  # peak learning rate
@@ -74,13 +109,17 @@ class Config:
     adam_eps: float = 1e-6  # added to the root of the squared gradient mean; float noise stays below it
     weight_decay: float = 0.0  # decoupled (AdamW)
     max_grad_norm: float = 1.0  # gradients of one agent are scaled down to this global norm
+
+    # sampling
+    problems: int = 32  # problems in a rollout
+    samples: int = 2  # episodes for each of them
     temperature: float = 1.0  # of sampling, and so of scoring
-    thinking: typing.Literal["default", "on", "off"] = "default"  # where the chat template has such a switch (Qwen3)
+    thinking: Literal["default", "on", "off"] = "default"  # where the chat template has such a switch (Qwen3)
     max_new_tokens: int = 24  # generation limit of one action
     max_context_tokens: int = 512  # an episode ends early if an agent's context gets longer
-    mask_truncated: bool = True  # leave actions that hit the generation limit out of the update
-    max_failures: float = 0.2  # stop if the coach fails on more than this share of a rollout's actions
-    judge: typing.Literal["rules", "api", "local"] = "rules"  # the coach: offline rules, an API, or a model run here
+
+    # coach
+    judge: Literal["rules", "api", "local"] = "rules"  # the coach: offline rules, an API, or a model run here
     judge_url: str = ""  # API: an OpenAI-compatible endpoint, such as http://localhost:8000/v1
     judge_model: str = ""  # API: its name there; local: a Hugging Face folder or hub id
     judge_key_env: str = ""  # API: the environment variable that holds the key; empty: no key
@@ -90,421 +129,614 @@ class Config:
     judge_max_tokens: int = 1024  # API, local: limit of one reply, thinking included; a reply cut off is a Failure
     judge_concurrency: int = 8  # API: calls at once, from each process
     judge_deadline: float = 180.0  # API: seconds until a call that keeps failing is given up; one try gets half
+    max_failures: float = 0.2  # stop if the coach fails on more than this share of a rollout's actions
+
+    # run
+    out: str = ""  # run folder; empty: runs/PIPELINE
+    resume: bool = False  # go on from the run folder's last checkpoint, with its config
+    seed: int = 0  # seed of everything: weights, order of problems, sampling
+    steps: int = 150  # rollouts; each is followed by one pass over it
+    save_every: int = 50  # steps between checkpoints; the last step is always saved
+    eval_problems: int = 200  # held-out problems before and after training; 0: no evaluation
+    eval_samples: int = 2  # episodes for each of them
+    eval_every: int = 0  # steps between evaluations in between, into evaluations.jsonl; 0: none
+    eval_temperature: float = 1.0  # of sampling in evaluations
+
+    # machine
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
     sample_rows: int = 256  # contexts sampled in one batch, on each process
     micro_batch_tokens: int = 8192  # padded tokens in one forward and backward pass; changes memory and speed only
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more time
-    warm_steps: int = 500  # supervised steps on 64 half-wrong demonstrations each; the embedded model starts there
-    warm_lr: float = 8e-3  # their peak learning rate
-    save_every: int = 50  # steps between checkpoints; the last step is always saved
-    eval_problems: int = 200  # held-out problems before and after training; 0: no evaluation
-    eval_every: int = 0  # steps between evaluations in between, into evaluations.jsonl; 0: none
-    eval_samples: int = 2  # samples of each
-    eval_temperature: float = 1.0  # of sampling in evaluations
-    sandbox: typing.Literal["landlock", "limits"] = "landlock"  # isolation of programs; limits is not safe
+    collective_timeout: float = 3600.0  # seconds until a process that waits for the others gives up
+    sandbox: Literal["landlock", "limits"] = "landlock"  # isolation of programs; limits is not safe
     sandbox_timeout: float = 5.0  # seconds for one program
     sandbox_disk: int = 512  # MiB that an episode's files may take, those of its task included
-    device: typing.Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
-    collective_timeout: float = 3600.0  # seconds until a process that waits for the others gives up
+
 
 PAPER = dict(samples=2, train_batch=16, lr=1e-6, adam_eps=1e-8, gradient_checkpointing=True, warm_steps=0, judge="api")
-PRESETS = {
-    "arithmetic": {},  # the defaults above
-    "tables": dict(steps=40, lr=2e-4, max_new_tokens=40, mask_truncated=False, warm_steps=400, save_every=20,
-                   sandbox_timeout=10.0),
-    "mathchat": PAPER | dict(  # 8 passes over 512 problems
-        steps=128, problems=32, max_new_tokens=4096, max_context_tokens=24_576, sandbox_timeout=30.0, save_every=32,
-        micro_batch_tokens=16_384, sample_rows=64, train_subset=512, eval_problems=10_000, eval_samples=4, eval_every=4,
-        eval_temperature=0.6),
-    "dsbench": PAPER | dict(  # 30 passes over 64 tasks
-        steps=120, problems=16, max_new_tokens=16_384, max_context_tokens=65_536, sandbox_timeout=60.0, save_every=10,
-        sandbox_disk=4096, micro_batch_tokens=32_768, sample_rows=32, eval_every=2)}
+PRESETS = {  # a pipeline without an entry here starts from the defaults above
+    "tables": dict(steps=40, lr=2e-4, max_new_tokens=40, mask_truncated=False)
+    | dict(warm_steps=400, save_every=20, sandbox_timeout=10.0),
+    "mathchat": PAPER  # 8 passes over 512 problems
+    | dict(steps=128, problems=32, train_subset=512, max_new_tokens=4096, max_context_tokens=24_576)
+    | dict(eval_problems=10_000, eval_samples=4, eval_every=4, eval_temperature=0.6, save_every=32)
+    | dict(micro_batch_tokens=16_384, sample_rows=64, sandbox_timeout=30.0),
+    "dsbench": PAPER  # 30 passes over 64 tasks
+    | dict(steps=120, problems=16, max_new_tokens=16_384, max_context_tokens=65_536, eval_every=2, save_every=10)
+    | dict(micro_batch_tokens=32_768, sample_rows=32, sandbox_timeout=60.0, sandbox_disk=4096),
+}
 
 # what may change when a run goes on: none of these changes a number
-FREE_ON_RESUME = ("resume", "out", "preset", "data_root", "save_every", "micro_batch_tokens", "gradient_checkpointing",
-                  "sample_rows", "device", "collective_timeout", "judge_url", "judge_key_env", "judge_cache",
-                  "judge_budget_calls", "judge_budget_tokens", "judge_concurrency", "judge_deadline")
+FREE_ON_RESUME = {
+    *("resume", "out", "preset", "data_root", "save_every", "device", "collective_timeout"),
+    *("micro_batch_tokens", "gradient_checkpointing", "sample_rows"),
+    *("judge_url", "judge_key_env", "judge_cache", "judge_concurrency", "judge_deadline"),
+    *("judge_budget_calls", "judge_budget_tokens"),
+}
 
-option = lambda name: "--" + name.replace("_", "-")
+# the numbers that may be 0, and those that lie in 0 to 1; all others are over 0
+FROM_ZERO = {
+    *("seed", "beta", "clip", "weight_decay", "warm_steps", "train_subset", "eval_problems", "eval_every"),
+    *("judge_budget_calls", "judge_budget_tokens"),
+}
+SHARES = {"lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2"}
+
 
 class RunError(Exception):
     """A run cannot go on, through no fault of its input. One sentence; the run folder holds what to resume from."""
 
+
+def option(name):
+    """The option of the command line for a field of Config."""
+    return "--" + name.replace("_", "-")
+
+
+def option_groups():
+    """Title of a group -> field of Config -> its help; all from the comments in Config's source."""
+    groups = {}
+    for line in inspect.getsource(Config).splitlines():
+        title = re.fullmatch(r"    # (.+)", line)
+        field = re.fullmatch(r"    (\w+): .*  # (.+)", line)
+        if title:
+            group = groups.setdefault(title[1], {})
+        elif field:
+            group[field[1]] = field[2]
+    return groups
+
+
 def config_parser():
     """An argparse parser with one option for each field of Config; only what was given appears in its result."""
     parser = argparse.ArgumentParser(description="Train agents with MAPPA.", argument_default=argparse.SUPPRESS)
-    parser.error = lambda message: sys.exit(complain(message, 2))
-    comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Config), re.MULTILINE))
-    for f in fields(Config):
-        how = dict(help=f"{comments[f.name]} (default: {f.default})".replace("%", "%%"))
-        if f.type is bool: how |= dict(action=argparse.BooleanOptionalAction)
-        elif f.type is tuple: how |= dict(nargs="*", metavar="FILE")
-        elif typing.get_origin(f.type) is typing.Literal: how |= dict(choices=typing.get_args(f.type))
-        else: how |= dict(type=f.type, metavar=f.type.__name__.upper())
-        parser.add_argument(option(f.name), **how)
+    parser.error = bad_command_line
+    by_name = {field.name: field for field in fields(Config)}
+    for title, helps in option_groups().items():
+        group = parser.add_argument_group(title)
+        for name, text in helps.items():
+            field = by_name[name]
+            settings = dict(help=f"{text} (default: {field.default})".replace("%", "%%"))
+            if field.type is bool:
+                settings |= dict(action=argparse.BooleanOptionalAction)
+            elif field.type is tuple:
+                settings |= dict(nargs="*", metavar="FILE")
+            elif get_origin(field.type) is Literal:
+                settings |= dict(choices=get_args(field.type))
+            else:
+                settings |= dict(type=field.type, metavar=field.type.__name__.upper())
+            group.add_argument(option(name), **settings)
     return parser
+
+
+def bad_command_line(message):
+    """What argparse does with an option that it cannot read."""
+    raise InputError(message)
+
 
 def read_config(argv):
     """The Config of a command line: the options given, over the preset's values (or the saved run's), over defaults."""
     given = vars(config_parser().parse_args(argv))
     preset = given.get("preset") or given.get("pipeline", "arithmetic")
-    require(preset in PRESETS, f"there is no preset or pipeline {preset!r}; known are {', '.join(PRESETS)}")
-    config = Config(**{"pipeline": preset, **PRESETS[preset], **given, "preset": preset})
-    require(config.pipeline in PIPELINES, f"there is no pipeline {config.pipeline!r}; known are {', '.join(PIPELINES)}")
+    known = dict.fromkeys([*agents.PIPELINES, *PRESETS])
+    require(preset in known, f"there is no preset or pipeline {preset!r}; known are {', '.join(known)}")
+    values = {"pipeline": preset} | PRESETS.get(preset, {}) | given | {"preset": preset}
+    config, known = Config(**values), ", ".join(agents.PIPELINES)
+    require(config.pipeline in agents.PIPELINES, f"there is no pipeline {config.pipeline!r}; known are {known}")
     config.out = config.out or os.path.join("runs", config.pipeline)
-    if config.resume: config = saved_config(config.out, given)
+    if config.resume:
+        config = saved_config(config.out, given)
     check_config(config)
     return config
+
 
 def saved_config(out, given):
     """The config of the run in `out`, with the free options given now; any other one must be as it was."""
     values = read_json(out, "config.json", what="run folder")
-    require(set(values) == {f.name for f in fields(Config)}, f"{out} was written by another version of train.py")
-    saved = Config(**values)
+    known = {field.name for field in fields(Config)}
+    require(set(values) == known, f"{out} was written by another version of train.py")
     for name, now in given.items():
-        was, same = getattr(saved, name), name in FREE_ON_RESUME or now == getattr(saved, name)
-        require(same, f"{out} was started with {option(name)} {was}, which cannot become {now} on --resume")
-        setattr(saved, name, now)
-    return saved
+        was, free = values[name], name in FREE_ON_RESUME
+        require(
+            free or now == was, f"{out} was started with {option(name)} {was}, which cannot become {now} on --resume"
+        )
+    return Config(**values | given)
 
-def check_config(c):
+
+def check_config(config):
     """Raise InputError for values that make no sense, before anything slow has started."""
-    from_zero = ("seed", "beta", "clip", "weight_decay", "warm_steps", "eval_problems", "train_subset",
-                 "eval_every", "judge_budget_calls", "judge_budget_tokens")
-    shares = ("lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2")
-    for name, number in [(f.name, getattr(c, f.name)) for f in fields(c) if f.type in (int, float)]:
-        if name in shares: bound, holds = "in 0 to 1", 0 <= number <= 1
-        elif name in from_zero: bound, holds = "0 or more", 0 <= number < math.inf
-        else: bound, holds = "over 0", 0 < number < math.inf
+    for name in [field.name for field in fields(config) if field.type in (int, float)]:
+        number = getattr(config, name)
+        bound, holds = "over 0", 0 < number < math.inf
+        if name in SHARES:
+            bound, holds = "in 0 to 1", 0 <= number <= 1
+        elif name in FROM_ZERO:
+            bound, holds = "0 or more", 0 <= number < math.inf
         require(holds, f"{option(name)} must be {bound}, not {number}")
-    pipeline, several = PIPELINES[c.pipeline], c.samples > 1 or c.advantage == "reinforce++"
-    require(c.model or pipeline.pieces, f"the {c.pipeline} pipeline needs a model: give --model FOLDER_OR_ID")
-    require(c.train or pipeline.problems, f"the {c.pipeline} pipeline needs problems: give --train FILE")
-    require(c.judge != "rules" or pipeline.problems, "the rules coach knows the miniature only: give another --judge")
-    require(c.judge != "api" or (c.judge_url and c.judge_model), "--judge api needs --judge-url and --judge-model")
-    require(c.judge != "local" or c.judge_model, "--judge local needs --judge-model FOLDER_OR_ID")
-    key = c.judge_key_env
-    require(not key or os.environ.get(key), f"the environment variable {key}, which --judge-key-env names, is empty")
-    require(several, f"--advantage {c.advantage} compares samples of a problem: give --samples 2 or more")
+    pipeline, name = agents.PIPELINES[config.pipeline], config.pipeline
+    require(config.model or pipeline.pieces, f"the {name} pipeline needs a model: give --model FOLDER_OR_ID")
+    require(config.train or pipeline.problems, f"the {name} pipeline needs problems: give --train FILE")
+    compares = config.samples > 1 or config.advantage == "reinforce++"
+    require(compares, f"--advantage {config.advantage} compares samples of a problem: give --samples 2 or more")
 
-# ---- Processes. Every process calls the same collectives in the same order, whatever its data ------------------------
+    # the coach
+    if config.judge == "rules":
+        own = has_rules(pipeline) and not config.train
+        require(own, "the rules coach knows a miniature's own problems only: give another --judge")
+    complete = config.judge_url and config.judge_model
+    require(config.judge != "api" or complete, "--judge api needs --judge-url and --judge-model")
+    require(config.judge != "local" or config.judge_model, "--judge local needs --judge-model FOLDER_OR_ID")
+    key = config.judge_key_env
+    require(not key or os.environ.get(key), f"the environment variable {key}, which --judge-key-env names, is empty")
+
+
+# ---- Processes -------------------------------------------------------------------------------------------------------
+
+
 def start_processes(config):
     """Join the processes that torchrun started, if it did; returns this process's device."""
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_RANK", 0))
     require(gpus or config.device != "cuda", "--device cuda was asked for, but there is no usable GPU")
     require(not gpus or local < gpus, f"process {local} of this machine has no GPU of its own: there are {gpus}")
-    if gpus: torch.cuda.set_device(local)
+    if gpus:
+        torch.cuda.set_device(local)
     if "WORLD_SIZE" in os.environ:
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"  # numbers and objects are exchanged from the CPU
         dist.init_process_group(backend, timeout=timedelta(seconds=config.collective_timeout))
     return torch.device("cuda", local) if gpus else torch.device("cpu")
 
-def all_reduce(tensor, op=dist.ReduceOp.SUM):
-    """Sum (or another reduction) of a tensor over all processes, in place; returns it."""
-    if world() > 1: dist.all_reduce(tensor, op)
-    return tensor
-
-def barrier():
-    if world() > 1: dist.barrier()
 
 # torch 2.13 renamed these two
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # ---- Rewards and advantages ------------------------------------------------------------------------------------------
+
+
 @dataclass
-class Sample:
+class ScoredAction:
     """One action, as the update sees it. T = number of its tokens."""
-    action: object  # rollout.Action
+
+    action: Action
     group: tuple  # (problem id, agent, turn): what GRPO compares
-    batch: int  # which of the rollout's optimizer steps it belongs to
+    batch: int  # 0..: which of the rollout's optimizer steps it belongs to
     reward: float  # R, in [0, 1]
     weight: float  # 1.0, or 0.0: left out of statistics and loss alike
-    kl: torch.Tensor = None  # [T] log pi_old - log pi_ref
-    advantage: torch.Tensor = None  # [T]
-    seen: dict = None  # what its forward pass showed, see accumulate()
+    kl: torch.Tensor | None = None  # [T] log pi_old - log pi_ref
+    advantage: torch.Tensor | None = None  # [T]
+    # what the forward pass of its update showed about its tokens; actions that are left out keep these values
+    entropy: float = 0.0  # sum over tokens, in nats
+    clipped: int = 0  # tokens whose ratio lies outside 1 - clip .. 1 + clip
+    largest_ratio: float = 1.0  # pi_theta / pi_old
+    largest_difference: float = 0.0  # |log pi_theta - log pi_old|
 
-def reward_of(action, outcome, kind):
+    @property
+    def length(self):
+        """Tokens in a forward pass over it."""
+        return len(self.action.context_ids) + len(self.action.ids)
+
+
+def reward_of(action, quality, kind):
     """R in [0, 1] of one action, or None if its verdict failed. The one place where the coach's 0-10 is scaled.
-    process: c / 10; outcome: how good the episode's end result is (Episode.outcome); mixed: the mean of the two."""
-    if kind == "outcome": return outcome
-    if isinstance(action.verdict, judge.Failure): return None
+
+    process: c / 10; outcome: how good the episode's end result is (Grade.quality); mixed: the mean of the two.
+    """
+    if kind == "outcome":
+        return quality
+    if isinstance(action.verdict, Failure):
+        return None
     score = action.verdict.score / 10
     assert 0 <= score <= 1, f"a coach gave {action.verdict.score}"  # NaN fails this too
-    return score if kind == "process" else (score + outcome) / 2
+    return score if kind == "process" else (score + quality) / 2
 
-def make_samples(episodes, config):
-    """A Sample for every action of this process's episodes."""
-    samples = []
-    for e, a in [(e, a) for e in episodes for a in e.actions]:
-        reward = reward_of(a, e.outcome, config.reward)
-        kept = reward is not None and not (a.truncated and config.mask_truncated)
-        group, batch = (e.problem.id, a.agent, a.turn), e.index // config.train_batch
-        samples.append(Sample(a, group, batch, reward or 0.0, float(kept)))
-    return samples
+
+def score_actions(episodes, config):
+    """A ScoredAction for every action of this process's episodes."""
+    scored = []
+    for episode in episodes:
+        quality = episode.grade.quality
+        for action in episode.actions:
+            reward = reward_of(action, quality, config.reward)
+            left_out = reward is None or (action.truncated and config.mask_truncated)
+            scored.append(
+                ScoredAction(
+                    action,
+                    group=(episode.problem.id, action.agent, action.turn),
+                    batch=episode.index // config.train_batch,
+                    reward=0.0 if reward is None else reward,
+                    weight=0.0 if left_out else 1.0,
+                )
+            )
+    return scored
+
 
 def returns_to_go(kl, reward, beta):
     """G_t = sum_{u >= t} (-beta kl_u) + reward, for kl [T].
+
     >>> returns_to_go(torch.tensor([1.0, -2.0, 3.0]), 0.5, beta=0.1)
-    tensor([0.3000, 0.4000, 0.2000])"""
+    tensor([0.3000, 0.4000, 0.2000])
+    """
     r = -beta * kl
     r[-1] += reward
     return r.flip(0).cumsum(0).flip(0)
 
+
 def whiten(values):
     """(values - mean) / std over all tokens of all processes' tensors; values: list of [T] tensors, possibly empty.
-    NOTE: a spread below 1e-4 (rewards lie in [0, 1]) is float noise, out of which large advantages must not be made."""
+
+    NOTE: a spread below 1e-4 (rewards lie in [0, 1]) is float noise, out of which large advantages must not be made.
+    """
     flat = torch.cat([*values, torch.zeros(0)]).double()
     count, total = all_reduce(torch.tensor([len(flat), flat.sum()], dtype=torch.float64)).tolist()
     mean = total / max(count, 1)
-    std = math.sqrt(all_reduce((flat - mean).square().sum()).item() / max(count, 1))
+    squares = all_reduce((flat - mean).square().sum()).item()
+    std = math.sqrt(squares / max(count, 1))
     scale = 1 / std if std > 1e-4 else 0.0
     return [((v.double() - mean) * scale).float() for v in values]
 
-def compare_in_groups(samples, kind):
-    """The samples' rewards, each compared with its group's, over all processes.
-    grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group hardly differs or has one member."""
+
+def compare_in_groups(scored, kind):
+    """The rewards, each compared with its group's, over all processes.
+
+    grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group hardly differs or has one member.
+    """
     groups = {}
-    for group, reward in gather([(s.group, s.reward) for s in samples]): groups.setdefault(group, []).append(reward)
+    for group, reward in gather([(s.group, s.reward) for s in scored]):
+        groups.setdefault(group, []).append(reward)
     compared = []
-    for s in samples:
-        n, mean, std = len(groups[s.group]), fmean(groups[s.group]), pstdev(groups[s.group])
-        scale = 0.0 if std < 1e-4 else 1 / std if kind == "grpo" else n / (n - 1)
-        compared.append((s.reward - mean) * scale)
+    for s in scored:
+        rewards = groups[s.group]
+        n, std = len(rewards), pstdev(rewards)
+        if std < 1e-4:
+            scale = 0.0
+        elif kind == "grpo":
+            scale = 1 / std
+        else:
+            scale = n / (n - 1)  # R - mean of the others = (R - mean of all) n / (n - 1)
+        compared.append((s.reward - fmean(rewards)) * scale)
     return compared
 
-def set_advantages(samples, config):
-    """Fill in the advantages of one agent's samples (this process's share of them). reinforce++: returns-to-go,
-    whitened once, over all tokens, over all processes, never across agents.
+
+def set_advantages(scored, config):
+    """Fill in the advantages of one agent's actions (this process's share of them).
+
+    reinforce++: returns-to-go, whitened once, over all tokens, over all processes, never across agents.
     grpo, rloo: scores are compared within their group, KL penalties added as they are. (MAPPA's later agents see other
-    inputs in every sample of a group, which is why the paper prefers reinforce++.)"""
-    used = [s for s in samples if s.weight]
-    plain = config.advantage == "reinforce++"
-    rewards = [s.reward for s in used] if plain else compare_in_groups(used, config.advantage)
-    returns = [returns_to_go(s.kl, reward, config.beta) for s, reward in zip(used, rewards)]
-    for s, advantage in zip(used, whiten(returns) if plain else returns): s.advantage = advantage
+    inputs in every sample of a group, which is why the paper prefers reinforce++.)
+    """
+    used = [s for s in scored if s.weight]
+    if config.advantage == "reinforce++":
+        advantages = whiten([returns_to_go(s.kl, s.reward, config.beta) for s in used])
+    else:
+        rewards = compare_in_groups(used, config.advantage)
+        pairs = zip(used, rewards, strict=True)
+        advantages = [returns_to_go(s.kl, reward, config.beta) for s, reward in pairs]
+    for s, advantage in zip(used, advantages, strict=True):
+        s.advantage = advantage
+
 
 # ---- Loss ------------------------------------------------------------------------------------------------------------
+
+
 def policy_loss(logprobs, old, advantages, weights, clip):
     """Sum over tokens of weight * -min(rho A, clip(rho, 1 - clip, 1 + clip) A). All arguments [N] but the last.
+
     With weights 1 / (actions * tokens of the action) over ALL actions of an optimizer step, on all processes, this is
-    the mean over actions of the mean over tokens, however the actions are split. Returns (loss, rho [N] detached)."""
+    the mean over actions of the mean over tokens, however the actions are split. Returns (loss, rho [N] detached).
+    """
     ratio = (logprobs - old).exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     # where, not a product alone: 0 * nan is nan
     return -torch.where(weights > 0, weights * objective, 0.0).sum(), ratio.detach()
 
-def pack(samples, budget):
-    """Split samples into micro-batches of at most `budget` padded tokens, or of one sample that is longer than that."""
-    batches, longest = [], 0
-    for s in sorted(samples, key=lambda s: -len(s.action.context_ids) - len(s.action.ids)):
-        if not batches or (len(batches[-1]) + 1) * longest > budget:
-            batches.append([])
-            longest = len(s.action.context_ids) + len(s.action.ids)  # sorted: all others are padded to the first
-        batches[-1].append(s)
-    return batches
 
-def score(network, samples, temperature):
-    """log-probabilities and entropies of the samples' tokens, each as a list of [T] tensors."""
-    contexts, ids = [s.action.context_ids for s in samples], [s.action.ids for s in samples]
-    lengths = [len(y) for y in ids]
-    return [flat.split(lengths) for flat in model.token_logprobs(network, contexts, ids, temperature)]
+def pack(scored, budget):
+    """Split actions into micro-batches of at most `budget` padded tokens, or of one action that is longer than that."""
+    micro_batches = []
+    longest = 0
+    for s in sorted(scored, key=lambda s: -s.length):
+        # sorted: all others of a micro-batch are padded to its first
+        if not micro_batches or (len(micro_batches[-1]) + 1) * longest > budget:
+            micro_batches.append([])
+            longest = s.length
+        micro_batches[-1].append(s)
+    return micro_batches
+
+
+def score_tokens(model, scored, temperature):
+    """(log-probabilities, entropies) of the actions' tokens, each a list of [T] tensors."""
+    contexts = [s.action.context_ids for s in scored]
+    completions = [s.action.ids for s in scored]
+    lengths = [len(ids) for ids in completions]
+    logprobs, entropies = token_logprobs(model, contexts, completions, temperature)
+    return logprobs.split(lengths), entropies.split(lengths)
+
 
 @torch.no_grad()
-def set_kl(samples, reference, config):
-    """Fill in kl_t of every sample, from the reference's log-probabilities."""
-    for micro in pack(samples, config.micro_batch_tokens):
-        for s, logprobs in zip(micro, score(reference, micro, config.temperature)[0]):
-            s.kl = torch.tensor(s.action.logprobs) - logprobs.cpu()
+def set_kl(scored, reference, config):
+    """Fill in kl_t of every action, from the reference's log-probabilities."""
+    for micro_batch in pack(scored, config.micro_batch_tokens):
+        logprobs, _ = score_tokens(reference, micro_batch, config.temperature)
+        for s, reference_logprobs in zip(micro_batch, logprobs, strict=True):
+            s.kl = torch.tensor(s.action.logprobs) - reference_logprobs.cpu()
+
 
 # ---- Optimizer: AdamW, sharded over the processes (ZeRO stage 1), with float32 master weights ------------------------
+
+
 class ShardedAdamW:
-    """AdamW for one agent's network. With N processes, each holds and updates 1/N of the float32 master weights:
+    """AdamW for one agent's model. With N processes, each holds and updates 1/N of the float32 master weights:
+
         gradient sums --reduce-scatter--> my shard's gradient --AdamW--> my shard --all-gather--> everybody's weights
-    All weights lie in one flat buffer of the network's own dtype, of which its parameters become views. NOTE: backward
-    has no collective, each optimizer step exactly three: processes may have any number of micro-batches, or none."""
-    def __init__(self, network, config):
-        parameters = list(network.parameters())
-        self.config, self.gradient, self.updates = config, None, 0
+
+    All weights lie in one flat buffer of the model's own dtype, of which its parameters become views. NOTE: backward
+    has no collective, each optimizer step exactly three: processes may have any number of micro-batches, or none.
+    """
+
+    def __init__(self, model, config):
+        parameters = list(model.parameters())
+        self.config = config
+        self.updates = 0
+        self.gradient = None  # float32 sums, while gradients are accumulated
         self.size = sum(p.numel() for p in parameters)
-        self.shard_size = -(-self.size // world())  # rounded up; the last shard is padded with zeros
+        self.shard_size = math.ceil(self.size / world())  # the last shard is padded with zeros
         self.flat = parameters[0].new_zeros(self.shard_size * world())
         start = 0
         for p in parameters:
             place = slice(start, start + p.numel())
             self.flat[place] = p.detach().flatten()
             p.data = self.flat[place].view_as(p)
-            p.register_post_accumulate_grad_hook(lambda p, place=place: self.take(p, place))
+            p.register_post_accumulate_grad_hook(partial(self.take, place))
             start += p.numel()
-        if world() > 1: dist.broadcast(self.flat, 0)
-        self.master = self.flat[rank() * self.shard_size :][: self.shard_size].float().clone()
-        self.mean, self.square = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        if world() > 1:
+            dist.broadcast(self.flat, 0)
+        first = rank() * self.shard_size
+        self.master = self.flat[first : first + self.shard_size].float().clone()
+        self.mean = torch.zeros_like(self.master)
+        self.square = torch.zeros_like(self.master)
         self.shard = {"master": self.master, "mean": self.mean, "square": self.square}
 
     def zero_grad(self):
         self.gradient = torch.zeros_like(self.flat, dtype=torch.float32)
 
-    def take(self, p, place):
+    def take(self, place, parameter):
         """Called when backward has made a parameter's gradient: add it to the float32 sums, and free it."""
-        self.gradient[place] += p.grad.flatten()
-        p.grad = None
+        self.gradient[place] += parameter.grad.flatten()
+        parameter.grad = None
 
     def step(self, lr):
         """One AdamW step with the summed gradients: m = b1 m + (1-b1) g,  v = b2 v + (1-b2) g^2,
-        w = w - lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w). Returns the gradients' global norm before
-        clipping. If that is not finite, which all processes see, nothing changes."""
-        c, g = self.config, self.gradient
+
+            w = w - lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w)
+
+        Returns the gradients' global norm before clipping. If that is not finite, which all processes see, nothing
+        changes.
+        """
+        config, gradient = self.config, self.gradient
         if world() > 1:
-            g = torch.empty_like(self.master)
-            reduce_scatter(g, self.gradient)
+            gradient = torch.empty_like(self.master)
+            reduce_scatter(gradient, self.gradient)
         self.gradient = None
-        norm = math.sqrt(all_reduce(g.double().square().sum()).item())
-        if not math.isfinite(norm): return norm
-        g = g * min(1.0, c.max_grad_norm / (norm + 1e-6))
+
+        norm = math.sqrt(all_reduce(gradient.double().square().sum()).item())
+        if not math.isfinite(norm):
+            return norm
+        gradient = gradient * min(1.0, config.max_grad_norm / (norm + 1e-6))
+
         self.updates += 1
-        self.mean.lerp_(g, 1 - c.adam_beta1)
-        self.square.mul_(c.adam_beta2).addcmul_(g, g, value=1 - c.adam_beta2)
-        mean = self.mean / (1 - c.adam_beta1**self.updates)
-        root = (self.square / (1 - c.adam_beta2**self.updates)).sqrt()
-        self.master -= lr * (mean / (root + c.adam_eps) + c.weight_decay * self.master)
+        self.mean.lerp_(gradient, 1 - config.adam_beta1)
+        self.square.mul_(config.adam_beta2).addcmul_(gradient, gradient, value=1 - config.adam_beta2)
+        mean = self.mean / (1 - config.adam_beta1**self.updates)
+        root = (self.square / (1 - config.adam_beta2**self.updates)).sqrt()
+        self.master -= lr * (mean / (root + config.adam_eps) + config.weight_decay * self.master)
         self.publish()
         return norm
 
     def publish(self):
-        """Write the master weights, rounded to the network's dtype, into every process's network."""
+        """Write the master weights, rounded to the model's dtype, into every process's model."""
         shard = self.master.to(self.flat.dtype)
-        if world() > 1: all_gather(self.flat, shard)
-        else: self.flat.copy_(shard)
+        if world() > 1:
+            all_gather(self.flat, shard)
+        else:
+            self.flat.copy_(shard)
 
     def save(self, path):
         """Write this process's shard to PATH-RANK-of-WORLD.safetensors."""
-        file = f"{path}-{rank()}-of-{world()}.safetensors"
-        save_file({k: v.cpu() for k, v in self.shard.items()}, file, metadata={"updates": str(self.updates)})
+        tensors = {name: tensor.cpu() for name, tensor in self.shard.items()}
+        save_file(tensors, shard_file(path, rank(), world()), metadata={"updates": str(self.updates)})
 
     def load(self, path, processes):
         """Read this process's shard from the files that `processes` processes wrote; their number may differ."""
-        size, start = -(-self.size // processes), rank() * self.shard_size
+        mine = rank() * self.shard_size  # where my shard starts in the flat weights
+        their_size = math.ceil(self.size / processes)
         for other in range(processes):
-            first = max(start, other * size)  # the part of the flat weights that both shards hold
-            last = min(start + self.shard_size, (other + 1) * size, self.size)
-            with safe_open(f"{path}-{other}-of-{processes}.safetensors", framework="pt") as f:
-                self.updates = int(f.metadata()["updates"])
-                for name, tensor in self.shard.items() if first < last else ():
-                    tensor[first - start : last - start] = f.get_slice(name)[first - other * size : last - other * size]
+            theirs = other * their_size
+            # the part of the flat weights that both shards hold
+            first = max(mine, theirs)
+            last = min(mine + self.shard_size, theirs + their_size, self.size)
+            with safe_open(shard_file(path, other, processes), framework="pt") as file:
+                self.updates = int(file.metadata()["updates"])
+                if first < last:
+                    for name, tensor in self.shard.items():
+                        tensor[first - mine : last - mine] = file.get_slice(name)[first - theirs : last - theirs]
         self.publish()
+
+
+def shard_file(path, process, processes):
+    return f"{path}-{process}-of-{processes}.safetensors"
+
 
 def learning_rate(update, updates, config):
     """lr of optimizer step `update` = 0.. of `updates`: linear warm-up, then a cosine down to lr * lr_final, clamped.
+
     >>> c = Config(lr=1.0, lr_warmup=0.2, lr_final=0.1)
     >>> [round(learning_rate(u, 10, c), 3) for u in (0, 1, 2, 6, 10, 15)]
-    [0.5, 1.0, 1.0, 0.55, 0.1, 0.1]"""
+    [0.5, 1.0, 1.0, 0.55, 0.1, 0.1]
+    """
     warmup = round(config.lr_warmup * updates)
-    if update < warmup: return config.lr * (update + 1) / warmup
+    if update < warmup:
+        return config.lr * (update + 1) / warmup
     progress = min(1.0, (update - warmup) / max(1, updates - warmup))  # clamped: an unclamped cosine climbs again
     return config.lr * (config.lr_final + (1 - config.lr_final) * (1 + math.cos(math.pi * progress)) / 2)
 
+
 # ---- One update of one set of weights --------------------------------------------------------------------------------
+
+
 @dataclass
 class Policy:
     """One set of weights and the agents that use it: one agent, or all of them with --share-weights."""
+
     agents: tuple  # of names
-    network: model.Transformer
+    model: Transformer
     optimizer: ShardedAdamW
 
-def update(policy, reference, samples, step, config):
-    """All optimizer steps of a policy for rollout `step` = 0..; returns agent -> metrics.
-    samples: this process's Samples of the policy's agents. Every process must call this, also without samples."""
-    set_kl(samples, reference, config)
-    for name in policy.agents: set_advantages([s for s in samples if s.action.agent == name], config)
-    batches = -(-config.problems * config.samples // config.train_batch)
-    # one denominator: the actions of each optimizer step, on all processes, known before any backward pass
-    actions = torch.zeros(batches)
-    for s in samples: actions[s.batch] += s.weight
-    norms, lr = [], 0.0
-    for batch, count in enumerate(all_reduce(actions).tolist()):
-        lr = learning_rate(step * batches + batch, config.steps * batches, config)
-        if count:  # all processes agree; without this, Adam would move on old gradients alone
-            accumulate(policy, [s for s in samples if s.batch == batch and s.weight], count, config)
-            norms.append(policy.optimizer.step(lr))
-            if not math.isfinite(norms[-1]):
-                raise RunError(f"step {step + 1}: a gradient of {policy.agents[0]} is not finite")
-    common = dict(grad_norm=max(norms, default=0.0), lr=lr)
-    rows = gather([(s.action.agent, s.batch, len(s.kl), s.kl.double().sum().item(), s.seen) for s in samples])
-    return {name: agent_metrics([row[1:] for row in rows if row[0] == name]) | common for name in policy.agents}
 
-def accumulate(policy, samples, actions, config):
+def update(policy, reference, scored, step, config):
+    """All optimizer steps of a policy for rollout `step` = 1..; returns agent -> metrics.
+
+    scored: this process's ScoredActions of the policy's agents. Every process must call this, also without any.
+    """
+    # advantages
+    set_kl(scored, reference, config)
+    for name in policy.agents:
+        set_advantages([s for s in scored if s.action.agent == name], config)
+
+    # one denominator: the actions of each optimizer step, on all processes, known before any backward pass
+    batches = math.ceil(config.problems * config.samples / config.train_batch)
+    actions = torch.zeros(batches)
+    for s in scored:
+        actions[s.batch] += s.weight
+
+    # optimizer steps
+    norms = []
+    lr = 0.0
+    for batch, count in enumerate(all_reduce(actions).tolist()):
+        lr = learning_rate((step - 1) * batches + batch, config.steps * batches, config)
+        if count == 0:  # all processes agree; without this, Adam would move on old gradients alone
+            continue
+        accumulate(policy, [s for s in scored if s.batch == batch and s.weight], count, config)
+        norms.append(policy.optimizer.step(lr))
+        if not math.isfinite(norms[-1]):
+            raise RunError(f"step {step}: a gradient of {policy.agents[0]} is not finite")
+
+    common = dict(grad_norm=max(norms, default=0.0), lr=lr)
+    return {name: agent_metrics([s for s in scored if s.action.agent == name]) | common for name in policy.agents}
+
+
+def accumulate(policy, scored, actions, config):
     """Sum the gradients of an optimizer step's loss over micro-batches; `actions`: its number, over all processes."""
     policy.optimizer.zero_grad()
-    for micro in pack(samples, config.micro_batch_tokens):
-        logprobs, entropies = score(policy.network, micro, config.temperature)
-        device = policy.network.device
-        old = torch.tensor([x for s in micro for x in s.action.logprobs], device=device)
-        advantages = torch.cat([s.advantage for s in micro]).to(device)
-        weights = torch.cat([torch.full_like(x.detach(), 1 / (actions * len(x))) for x in logprobs])
+    device = policy.model.device
+    for micro_batch in pack(scored, config.micro_batch_tokens):
+        logprobs, entropies = score_tokens(policy.model, micro_batch, config.temperature)
+        old = torch.tensor([logprob for s in micro_batch for logprob in s.action.logprobs], device=device)
+        advantages = torch.cat([s.advantage for s in micro_batch]).to(device)
+        weights = torch.cat([torch.full_like(part.detach(), 1 / (actions * len(part))) for part in logprobs])
         loss, ratio = policy_loss(torch.cat(logprobs), old, advantages, weights, config.clip)
         loss.backward()
-        for s, r, h in zip(micro, ratio.split([len(x) for x in logprobs]), entropies):
-            clipped = ((r - 1).abs() > config.clip).sum().item()
-            s.seen = dict(entropy=h.sum().item(), clipped=clipped, ratio=r.max().item(), off=r.log().abs().max().item())
+        ratios = ratio.split([len(part) for part in logprobs])
+        for s, action_ratio, entropy in zip(micro_batch, ratios, entropies, strict=True):
+            s.entropy = entropy.sum().item()
+            s.clipped = ((action_ratio - 1).abs() > config.clip).sum().item()
+            s.largest_ratio = action_ratio.max().item()
+            s.largest_difference = action_ratio.log().abs().max().item()
 
-def agent_metrics(rows):
-    """One agent's metrics, from (batch, tokens, sum of kl, seen) of its actions on all processes. mismatch: the largest
-    |log pi_theta - log pi_old| before any weight has moved: how far sampler and scorer disagree."""
-    tokens = max(1, sum(n for _, n, _, _ in rows))
-    trained = [(batch, n, seen) for batch, n, _, seen in rows if seen]
-    n_trained = max(1, sum(n for _, n, _ in trained))
+
+def agent_metrics(scored):
+    """One agent's metrics over all processes, from this one's ScoredActions; the README says what they mean."""
+    used = [s for s in scored if s.weight]
+    sums = [sum(len(s.kl) for s in scored), sum(s.kl.double().sum().item() for s in scored)]
+    sums += [sum(len(s.kl) for s in used), sum(s.entropy for s in used), sum(s.clipped for s in used)]
+    tokens, kl, used_tokens, entropy, clipped = all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist()
+    # mismatch: before any weight has moved, how far sampler and scorer disagree
+    mismatch = max((s.largest_difference for s in used if s.batch == 0), default=0.0)
+    maxima = torch.tensor([max((s.largest_ratio for s in used), default=0.0), mismatch])
+    ratio_max, mismatch = all_reduce(maxima, dist.ReduceOp.MAX).tolist()
     return dict(
-        kl=sum(kl for _, _, kl, _ in rows) / tokens, entropy=sum(seen["entropy"] for _, _, seen in trained) / n_trained,
-        ratio_max=max((seen["ratio"] for _, _, seen in trained), default=1.0),
-        clip_fraction=sum(seen["clipped"] for _, _, seen in trained) / n_trained,
-        mismatch=max((seen["off"] for batch, _, seen in trained if batch == 0), default=0.0))
+        kl=kl / max(1, tokens),
+        entropy=entropy / max(1, used_tokens),
+        ratio_max=ratio_max,
+        clip_fraction=clipped / max(1, used_tokens),
+        mismatch=mismatch,
+    )
+
 
 # ---- Checkpoints: written beside, then renamed; `latest` last --------------------------------------------------------
+
+
 def write_atomically(path, text):
     """Replace a file's content so that a reader, or a crash, sees the old one or the new one and nothing between."""
-    with open(path + ".partial", "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
+    with open(path + ".partial", "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(path + ".partial", path)
 
-def publish_folder(partial, final):
+
+def publish_folder(partial_folder, final):
     """Give a complete folder its name, after its content has reached the disk."""
-    for folder, _, names in os.walk(partial, topdown=False):
-        for path in [os.path.join(folder, name) for name in (*names, "")]:
+    for folder, _, names in os.walk(partial_folder, topdown=False):
+        for path in [*(os.path.join(folder, name) for name in names), folder]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
     shutil.rmtree(final, ignore_errors=True)
-    os.rename(partial, final)
+    os.rename(partial_folder, final)
+
 
 def save_checkpoint(out, step, policies, tokenizer):
     """Write OUT/step_NNNNNN: each agent's Hugging Face folder, and the optimizers' shards. All processes call it."""
     name = f"step_{step:06d}"
-    if latest_checkpoint(out) == name: return  # replacing it would leave a moment without any
+    if latest_checkpoint(out) == name:
+        return  # replacing it would leave a moment without any
     final = os.path.join(out, name)
-    partial, shards = final + ".partial", os.path.join(final + ".partial", "optimizer")
+    partial_folder = final + ".partial"
+    shards = os.path.join(partial_folder, "optimizer")
     if rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
         os.makedirs(shards)
     barrier()
     for policy in policies:
         policy.optimizer.save(os.path.join(shards, policy.agents[0]))
-        for agent in policy.agents if rank() == 0 else ():
-            model.save(policy.network, tokenizer, os.path.join(partial, agent))
+        if rank() == 0:
+            for agent in policy.agents:
+                save(policy.model, tokenizer, os.path.join(partial_folder, agent))
     barrier()
     if rank() == 0:
-        write_atomically(os.path.join(partial, "state.json"), json.dumps(dict(step=step, processes=world())))
-        publish_folder(partial, final)
+        state = dict(step=step, processes=world())
+        write_atomically(os.path.join(partial_folder, "state.json"), json.dumps(state))
+        publish_folder(partial_folder, final)
         write_atomically(os.path.join(out, "latest"), name + "\n")
-        for old in os.listdir(out):  # the shards of one checkpoint are enough to go on from
-            if old != name: shutil.rmtree(os.path.join(out, old, "optimizer"), ignore_errors=True)
+        for other in os.listdir(out):  # the shards of one checkpoint are enough to go on from
+            if other != name:
+                shutil.rmtree(os.path.join(out, other, "optimizer"), ignore_errors=True)
     barrier()
+
 
 def load_checkpoint(out, policies):
     """Bring the policies to the state of the last complete checkpoint; returns its step, 0 if there is none yet."""
     name = latest_checkpoint(out)
-    if not name: return 0
+    if not name:
+        return 0
     folder = os.path.join(out, name)
     try:
         state = read_json(folder, "state.json", what="checkpoint")
@@ -514,277 +746,419 @@ def load_checkpoint(out, policies):
         raise InputError(f"the checkpoint {folder} cannot be read: {error}") from None
     return state["step"]
 
+
 def cut_log(path, steps):
     """Drop the lines of a log that belong to steps after `steps`: the resumed run will write them again."""
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as old, open(path + ".partial", "w", encoding="utf-8") as new:
-            for line in old:
-                with contextlib.suppress(ValueError):  # a line that a crash cut off
-                    if json.loads(line)["step"] <= steps: new.write(line)
-        os.replace(path + ".partial", path)
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8") as old, open(path + ".partial", "w", encoding="utf-8") as new:
+        for line in old:
+            with contextlib.suppress(ValueError):  # a line that a crash cut off
+                if json.loads(line)["step"] <= steps:
+                    new.write(line)
+    os.replace(path + ".partial", path)
+
+
+def append_lines(path, objects):
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in objects)
+
 
 # ---- The embedded model's start: supervised learning on demonstrations of which half are wrong -----------------------
-def demonstration_ids(tokenizer, demonstration):
-    """(context ids, ids to learn, terminator included) of a Demonstration."""
-    context = render(tokenizer, demonstration.agent, demonstration.values)
-    replies = [*(text for text, _ in demonstration.turns), demonstration.reply]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in replies]
-    for reply_ids, (_, observation) in zip(ids, demonstration.turns):
-        context = extend(tokenizer, context, reply_ids, observation)
-    return context, ids[-1]
 
-def warm_start(network, tokenizer, pipeline, config):
+
+def demonstration_ids(tokenizer, demonstration):
+    """(context, completion) of a Demonstration as token ids, terminators included."""
+
+    def completion_of(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+
+    context = agents.render(tokenizer, demonstration.agent, demonstration.values)
+    for turn in demonstration.turns:
+        context = agents.extend(tokenizer, context, completion_of(turn.reply), turn.observation)
+    return context, completion_of(demonstration.reply)
+
+
+def warm_start(model, tokenizer, pipeline, config):
     """Train a new embedded model until it can do every agent's job, right about half of the time."""
     # NOTE: one thread. More would split sums differently, and hundreds of steps blow such a difference up until a run
     # under torchrun (one thread per process) has another base model than a run without it
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=config.warm_lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_lr)
     bar = tqdm(range(config.warm_steps), desc="warm start")
-    for step in bar:
-        rng = random.Random(digest("warm start", config.seed, step))
+    for done in bar:
+        rng = random.Random(digest("warm start", config.seed, done))
         pairs = [demonstration_ids(tokenizer, pipeline.demonstration(rng)) for _ in range(64)]
-        logprobs, _ = model.token_logprobs(network, [x for x, _ in pairs], [y for _, y in pairs])
+        contexts, completions = zip(*pairs, strict=True)
+        logprobs, _ = token_logprobs(model, contexts, completions)
+        loss = -logprobs.mean()
         optimizer.zero_grad()
-        (-logprobs.mean()).backward()
+        loss.backward()
         for group in optimizer.param_groups:  # 50 steps up, then straight down to 0
-            group["lr"] = config.warm_lr * min((step + 1) / 50, 1 - step / config.warm_steps)
+            group["lr"] = config.warm_lr * min((done + 1) / 50, 1 - done / config.warm_steps)
         optimizer.step()
-        bar.set_postfix(loss=f"{-logprobs.mean().item():.3f}")
+        bar.set_postfix(loss=f"{loss.item():.3f}")
     torch.set_num_threads(threads)
+
 
 def embedded_model(config):
     """The folder of the warm-started embedded model, RUN/base, made by the first process unless it is there already."""
-    base, pipeline = os.path.join(config.out, "base"), PIPELINES[config.pipeline]
+    base = os.path.join(config.out, "base")
     if rank() == 0 and not os.path.isdir(base):
-        network, tokenizer = model.tiny(pipeline.pieces, config.seed)
-        warm_start(network, tokenizer, pipeline, config)
-        model.save(network, tokenizer, base + ".partial")
+        pipeline = agents.PIPELINES[config.pipeline]
+        model, tokenizer = tiny(pipeline.pieces, config.seed)
+        warm_start(model, tokenizer, pipeline, config)
+        save(model, tokenizer, base + ".partial")
         publish_folder(base + ".partial", base)
     barrier()
     return base
 
-# ---- The loop --------------------------------------------------------------------------------------------------------
-def read_problems(config):
-    """(problems to train on, problems to evaluate on). Raises InputError if any repeat, unless that is allowed."""
-    pipeline, own = PIPELINES[config.pipeline], PIPELINES[config.pipeline].problems
-    how = dict(root=config.data_root, texts=config.task_texts, allow_missing=config.allow_missing)
-    [train] = load_files([config.train], pipeline, **how).values() if config.train else [own("train")]
-    train = subset(train, config.train_subset, seed=42) if config.train_subset else train
-    held_out = [problem for part in load_files(config.eval, pipeline, **how).values() for problem in part]
-    for sentence in check_problems(train if config.train else [], held_out):
-        require(config.allow_repeats, f"{sentence}: give --allow-repeats to go on all the same")
-        complain(sentence, 0)
-    require(config.problems <= len(train), f"--problems {config.problems}: there are {len(train)} only")
-    for p in [*train, *held_out] if config.train else ():  # half of the room is left for what agents write
-        size = sum(file.stat().st_size for file in (p.table.train, p.table.test)) if p.table else 0
-        require(size < config.sandbox_disk << 19, f"{p.id} takes {size >> 20} MiB: --sandbox-disk must be twice that")
-    return train, (held_out or (own("held-out") if own else []))[: config.eval_problems]
 
-def make_coach(config, device, dtype):
-    """(function from cases to verdicts, the ApiModel behind it or None). An API is asked one question first."""
-    if config.judge == "rules": return judge.rules, None
-    if config.judge == "local":
-        local = judge.LocalModel(config.judge_model, device, dtype, config.judge_max_tokens)
-        return partial(judge.judge_by, local), None
-    key, budget = os.environ.get(config.judge_key_env, ""), (config.judge_budget_calls, config.judge_budget_tokens)
-    limits = dict(timeout=config.judge_deadline / 2, deadline=config.judge_deadline)
-    api = judge.ApiModel(config.judge_url, config.judge_model, key, config.judge_cache, *budget,
-                         config.judge_max_tokens, config.judge_concurrency, **limits)
-    if rank() == 0: api.probe()
-    return partial(judge.judge_by, api), api
+# ---- Before the loop: problems, coach, sandbox, policies -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Coach:
+    judge: Callable  # Cases -> verdicts
+    api: ApiModel | None = None  # behind it, if there is one
+
 
 @dataclass
 class Run:
     """What all steps of a run share."""
+
     config: Config
-    pipeline: Pipeline
-    train: list  # problems to train on
+    pipeline: agents.Pipeline
+    problems: list  # to train on
     held_out: list  # problems to evaluate on
-    coach: typing.Callable  # cases -> verdicts
-    api: judge.ApiModel | None  # behind the coach
+    coach: Coach
     tokenizer: object
-    reference: model.Transformer  # frozen: the weights that every agent started from
+    reference: Transformer  # frozen: the weights that every agent started from
     policies: list  # of Policy
-    sandbox: Sandbox
+    sandbox: agents.Sandbox
 
-def open_run(config):
-    """Claim the run folder by writing config.json into it, unless the run goes on."""
-    if config.resume: return
-    try:
-        os.makedirs(config.out, exist_ok=True)
-        text = json.dumps(asdict(config), indent=1)
-        if rank() == 0: write_atomically(os.path.join(config.out, "config.json"), text)
-    except OSError as error: raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
+    def models(self):
+        """agent name -> the model that it acts with."""
+        return {name: policy.model for policy in self.policies for name in policy.agents}
 
-def make_policies(start, pipeline, config):
-    """One Policy for each agent, or a single one with --share-weights; each a copy of the starting network."""
-    names = tuple(agent.name for agent in pipeline.agents)
-    groups = [names] if config.share_weights else [(name,) for name in names]
-    networks = [copy.deepcopy(start) for _ in groups]
-    for network in networks: network.gradient_checkpointing = config.gradient_checkpointing
-    return [Policy(group, network, ShardedAdamW(network, config)) for group, network in zip(groups, networks)]
+    def file(self, name):
+        """The path of a file in the run folder."""
+        return os.path.join(self.config.out, name)
 
-def stop_on_signals():
-    """An Event that Ctrl-C, or torchrun's SIGTERM, sets; a second Ctrl-C ends the process where it stands."""
-    asked = threading.Event()
-    ask = lambda *_: (asked.set(), signal.signal(signal.SIGINT, signal.default_int_handler))
-    for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, ask)
-    return asked
 
-def problems_of_step(problems, step, count, seed):
-    """The problems of step 0..: passes over the training problems, each in an order that depends on (seed, pass) alone.
-    Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left to later passes."""
-    steps, order, kinds = len(problems) // count, list(range(len(problems))), {}
-    random.Random(digest("order", seed, step // steps)).shuffle(order)
-    for i in order: kinds.setdefault(problems[i].table and problems[i].table.kind, []).append(i)
-    # stratified: every part of the order holds classification and regression in the proportion of the whole
-    order = [i for _, i in sorted(((k + 0.5) / len(kind), i) for kind in kinds.values() for k, i in enumerate(kind))]
-    start = step % steps * count
-    return [problems[i] for i in order[start : start + count]]
+def read_problems(config):
+    """(problems to train on, problems to evaluate on). Raises InputError if any repeat, unless that is allowed."""
+    pipeline = agents.PIPELINES[config.pipeline]
+    data_options = agents.DataOptions(config.data_root, config.task_texts, config.allow_missing)
+    if config.train:
+        [problems] = agents.load_files([config.train], pipeline, data_options).values()
+    else:
+        problems = pipeline.problems("train")
+    if config.train_subset:
+        problems = agents.subset(problems, config.train_subset, seed=42)
+    files = agents.load_files(config.eval, pipeline, data_options)
+    held_out = [problem for part in files.values() for problem in part]
+    if not held_out and pipeline.problems:
+        held_out = pipeline.problems("held-out")
+
+    # a pipeline's own problems are disjoint by construction, and ask some questions twice
+    from_files = (problems if config.train else [], held_out if config.eval else [])
+    for sentence in agents.check_problems(*from_files):
+        require(config.allow_repeats, f"{sentence}: give --allow-repeats to go on all the same")
+        complain(sentence)
+    require(config.problems <= len(problems), f"--problems {config.problems}: there are {len(problems)} only")
+    for problem in [*problems, *held_out]:
+        size = sum(file_size(data) for data in problem.files.values())
+        room = config.sandbox_disk << 19  # half of it is left for what agents write
+        require(size < room, f"{problem.id} takes {size >> 20} MiB: --sandbox-disk must be twice that")
+    return problems, held_out[: config.eval_problems]
+
+
+def file_size(data):
+    """Bytes of a file that a Problem gives as its content or as its Path."""
+    return len(data) if isinstance(data, bytes) else data.stat().st_size
+
+
+def make_coach(config, device):
+    """The Coach of a config. An API is asked one question first."""
+    if config.judge == "rules":
+        return Coach(rules)
+    if config.judge == "local":
+        dtype = compute_dtype(device)
+        return Coach(partial(judge_by, LocalModel(config.judge_model, device, dtype, config.judge_max_tokens)))
+    api = ApiModel(
+        config.judge_url,
+        config.judge_model,
+        key=os.environ.get(config.judge_key_env, ""),
+        cache=config.judge_cache,
+        calls=config.judge_budget_calls,
+        tokens=config.judge_budget_tokens,
+        max_tokens=config.judge_max_tokens,
+        concurrency=config.judge_concurrency,
+        timeout=config.judge_deadline / 2,
+        deadline=config.judge_deadline,
+    )
+    if rank() == 0:
+        api.probe()
+    return Coach(partial(judge_by, api), api)
+
 
 def open_sandbox(config, pipeline):
     """The sandbox of this process, with its share of the machine's cores."""
-    local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores = sorted(os.sched_getaffinity(0))[local::processes] if hasattr(os, "sched_getaffinity") else None
+    cores = None
+    if hasattr(os, "sched_getaffinity"):
+        local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = sorted(os.sched_getaffinity(0))[local::processes]
     limits = dict(timeout=config.sandbox_timeout, disk=config.sandbox_disk << 20)
-    return Sandbox(config.sandbox, pipeline.preload, cores, **limits)
+    return agents.Sandbox(config.sandbox, pipeline.preload, cores, **limits)
 
-def train(config):
+
+def claim_run_folder(config):
+    """Write config.json into the run folder, unless the run goes on."""
+    if config.resume:
+        return
+    try:
+        os.makedirs(config.out, exist_ok=True)
+        if rank() == 0:
+            write_atomically(os.path.join(config.out, "config.json"), json.dumps(asdict(config), indent=1))
+    except OSError as error:
+        raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
+
+
+def make_policies(start, pipeline, config):
+    """One Policy for each agent, or a single one with --share-weights; each a copy of the starting model."""
+    names = tuple(agent.name for agent in pipeline.agents)
+    groups = [names] if config.share_weights else [(name,) for name in names]
+    policies = []
+    for group in groups:
+        model = copy.deepcopy(start)
+        model.gradient_checkpointing = config.gradient_checkpointing
+        policies.append(Policy(group, model, ShardedAdamW(model, config)))
+    return policies
+
+
+# ---- The loop --------------------------------------------------------------------------------------------------------
+
+
+def run_training(config):
     """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
     # looked at before the processes meet: none of them can have written into the folder yet
     free = config.resume or not os.path.exists(os.path.join(config.out, "config.json"))
     require(free, f"{config.out} holds another run: give another --out, or --resume to go on with it")
-    device, pipeline = start_processes(config), PIPELINES[config.pipeline]
-    dtype = model.compute_dtype(device)
-    (problems, held_out), (coach, api) = read_problems(config), make_coach(config, device, dtype)
+    device = start_processes(config)
+    pipeline = agents.PIPELINES[config.pipeline]
+    problems, held_out = read_problems(config)
+    coach = make_coach(config, device)
     with open_sandbox(config, pipeline) as sandbox:
-        if config.model:
-            start = model.load(config.model, device, dtype)  # before the folder is claimed: the model may be missing
-            open_run(config)
+        dtype = compute_dtype(device)
+        if config.model:  # loaded before the folder is claimed: it may be missing
+            reference, tokenizer = load(config.model, device, dtype)
+            claim_run_folder(config)
         else:
-            open_run(config)
-            start = model.load(embedded_model(config), device, dtype)
-        reference, tokenizer = start
+            claim_run_folder(config)
+            reference, tokenizer = load(embedded_model(config), device, dtype)
         policies = make_policies(reference, pipeline, config)
         reference.requires_grad_(False)
-        run = Run(config, pipeline, problems, held_out, coach, api, tokenizer, reference, policies, sandbox)
+        run = Run(config, pipeline, problems, held_out, coach, tokenizer, reference, policies, sandbox)
         done = load_checkpoint(config.out, policies) if config.resume else 0
         if rank() == 0:
-            for name in ("metrics", "episodes", "evaluations"): cut_log(os.path.join(config.out, name + ".jsonl"), done)
+            for name in ("metrics.jsonl", "episodes.jsonl", "evaluations.jsonl"):
+                cut_log(run.file(name), done)
             size = sum(p.numel() for p in reference.parameters())
-            if pipeline.preload: print(f"the agents' programs find these libraries installed: {LIBRARIES}")
+            if pipeline.preload:
+                print(f"the agents' programs find these libraries installed: {agents.LIBRARIES}")
             print(f"{len(policies)} x {size:,} weights, {world()} x {device.type}, run folder {config.out}")
-        before = held_out_figures(run, dict.fromkeys(networks(policies), reference), "before")
-        if not steps_until_stop(run, done): return 130
-        after = held_out_figures(run, networks(policies), "after")
-    if rank() == 0: report(run, before, after)
+        before = held_out_figures(run, dict.fromkeys(run.models(), reference), "before")
+        if not train_until_stopped(run, done):
+            return 130
+        after = held_out_figures(run, run.models(), "after")
+    if rank() == 0:
+        report(run, before, after)
     return 0
 
-def steps_until_stop(run, done):
+
+def train_until_stopped(run, done):
     """Train from step done + 1 to the last; False if a signal stopped it early. Saves as it goes, and at its end."""
-    config, out = run.config, run.config.out
+    config = run.config
     asked = stop_on_signals()
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, disable=rank() > 0)
     for step in bar:
         metrics = train_step(run, step)
         if rank() == 0:
-            append_lines(os.path.join(out, "metrics.jsonl"), [metrics])
-            scores = {n: "none" if a["score"] is None else f"{a['score']:.1f}" for n, a in metrics["agents"].items()}
-            kl = max(a["kl"] for a in metrics["agents"].values())
-            bar.set_postfix(accuracy=f"{metrics['accuracy']:.2f}", **scores, kl=f"{kl:.2f}")
+            append_lines(run.file("metrics.jsonl"), [metrics])
+            show_progress(bar, metrics)
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-            figures = held_out_figures(run, networks(run.policies), f"at step {step} of")
+            figures = held_out_figures(run, run.models(), f"at step {step} of")
             if figures and rank() == 0:
-                append_lines(os.path.join(out, "evaluations.jsonl"), [dict(step=step) | figures])
+                append_lines(run.file("evaluations.jsonl"), [dict(step=step) | figures])
+        # one process may have got the signal, or all
         stop = all_reduce(torch.tensor(asked.is_set(), dtype=torch.int), dist.ReduceOp.MAX).item()
         if stop or step % config.save_every == 0 or step == config.steps:
-            save_checkpoint(out, step, run.policies, run.tokenizer)
+            save_checkpoint(config.out, step, run.policies, run.tokenizer)
         if stop and step < config.steps:
-            return not complain(f"stopped after step {step}; go on with --out {out} --resume", 130)
+            complain(f"stopped after step {step}; go on with --out {config.out} --resume")
+            return False
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return True
 
+
+def stop_on_signals():
+    """An Event that Ctrl-C, or torchrun's SIGTERM, sets; a second Ctrl-C ends the process where it stands."""
+    asked = threading.Event()
+
+    def ask(number, frame):
+        asked.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
+    return asked
+
+
+def show_progress(bar, metrics):
+    """The most telling figures of a step, behind the progress bar."""
+    scores = {}
+    for name, agent in metrics["agents"].items():
+        scores[name] = "none" if agent["score"] is None else f"{agent['score']:.1f}"
+    kl = max(agent["kl"] for agent in metrics["agents"].values())
+    bar.set_postfix(accuracy=f"{metrics['accuracy']:.2f}", **scores, kl=f"{kl:.2f}")
+
+
 def train_step(run, step):
     """Rollout `step` = 1.. and its updates; returns the line of metrics.jsonl. All processes call it together."""
-    started, config = time.monotonic(), run.config
-    problems = problems_of_step(run.train, step - 1, config.problems, config.seed)
-    todo, how = make_jobs(problems, config.samples), sampling(config, ("train", config.seed, step))
-    episodes = run_episodes(run.pipeline, networks(run.policies), run.tokenizer, todo, run.coach, run.sandbox, how)
-    records = sorted(gather([record(e) for e in episodes]), key=lambda r: r["index"])
-    if rank() == 0: append_lines(os.path.join(config.out, "episodes.jsonl"), [dict(step=step) | r for r in records])
-    if (too_many := too_many_failures(records, config)):
-        save_checkpoint(config.out, step - 1, run.policies, run.tokenizer)
-        raise RunError(f"step {step}: {too_many}")
-    samples, agents = make_samples(episodes, config), {}
+    started = time.monotonic()
+    config = run.config
+
+    # collect episodes, each process its share; record them all
+    problems = problems_of_step(run.problems, step, config.problems, config.seed)
+    episodes = make_episodes(problems, config.samples)
+    sampling = make_sampling(config, ("train", config.seed, step))
+    run_episodes(run.pipeline, run.models(), run.tokenizer, episodes, run.coach.judge, run.sandbox, sampling)
+    records = gather([record(episode) for episode in episodes])
+    records.sort(key=lambda r: r["index"])
+    if rank() == 0:
+        append_lines(run.file("episodes.jsonl"), [dict(step=step) | r for r in records])
+    stop_if_coach_fails(run, records, step)
+
+    # every agent learns from its own actions
+    scored = score_actions(episodes, config)
+    by_agent = {}
     for policy in run.policies:
-        own = [s for s in samples if s.action.agent in policy.agents]
-        for name, metrics in update(policy, run.reference, own, step - 1, config).items():
-            agents[name] = summarise_agent(records, name) | metrics
-    accuracy = sum(r["correct"] for r in records) / len(records)
-    metrics = dict(step=step, accuracy=accuracy, seconds=time.monotonic() - started, agents=agents)
-    if "kind" in records[0]: metrics["data"] = data_figures(records)
-    return metrics | (dict(judge=judge_metrics(run.api)) if run.api else {})
+        own = [s for s in scored if s.action.agent in policy.agents]
+        for name, metrics in update(policy, run.reference, own, step, config).items():
+            by_agent[name] = summarise_agent(records, name) | metrics
 
-def judge_metrics(api):
-    """Calls, cache hits, retries, failures and tokens of the step, and the calls' latency, over all processes."""
-    parts = gather([api.take_counts()])
-    seconds = sorted(s for _, part in parts for s in part)
-    counts = {name: sum(c[name] for c, _ in parts) for name in ("calls", "hits", "retries", "failures", "tokens")}
-    return counts | {f"p{q}": seconds[len(seconds) * q // 100] if seconds else None for q in (50, 95)}
+    line = dict(step=step, accuracy=sum(r["correct"] for r in records) / len(records))
+    line |= dict(seconds=time.monotonic() - started, agents=by_agent, kinds=kind_figures(records))
+    if run.coach.api:
+        line["judge"] = api_metrics(run.coach.api)
+    return line
 
-def too_many_failures(records, config):
-    """A sentence if the coach failed on too many actions (the rest would be a biased choice of them), else nothing."""
+
+def problems_of_step(problems, step, count, seed):
+    """The problems of step 1..: passes over the training problems, each in an order that depends on (seed, pass) alone.
+
+    Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left to later passes.
+    """
+    steps_in_pass = len(problems) // count
+    passes_done, place = divmod(step - 1, steps_in_pass)
+    order = list(range(len(problems)))
+    random.Random(digest("order", seed, passes_done)).shuffle(order)
+
+    # stratified: every part of the order holds the kinds of task in the proportion of the whole
+    by_kind = {}
+    for i in order:
+        by_kind.setdefault(problems[i].kind, []).append(i)
+    positions = []
+    for members in by_kind.values():
+        positions += [((k + 0.5) / len(members), i) for k, i in enumerate(members)]
+    order = [i for _, i in sorted(positions)]
+
+    start = place * count
+    return [problems[i] for i in order[start : start + count]]
+
+
+def make_sampling(c, stream):
+    """How to sample in training, by the Config c; evaluations replace the temperature."""
+    return Sampling(stream, c.temperature, c.max_new_tokens, c.max_context_tokens, c.sample_rows, c.thinking)
+
+
+def stop_if_coach_fails(run, records, step):
+    """Save the step before and raise RunError if the coach failed on too many actions.
+
+    The others would be a biased choice of them.
+    """
+    config = run.config
     failures = [a["failure"] for r in records for a in r["actions"] if a["failure"]]
     actions = sum(len(r["actions"]) for r in records)
     if len(failures) > config.max_failures * actions:
-        return f"the coach failed on {len(failures)} of {actions} actions, e.g. {failures[0]}"
+        save_checkpoint(config.out, step - 1, run.policies, run.tokenizer)
+        raise RunError(f"step {step}: the coach failed on {len(failures)} of {actions} actions, e.g. {failures[0]}")
 
-def networks(policies):
-    """agent name -> the network that it acts with."""
-    return {name: policy.network for policy in policies for name in policy.agents}
 
-def sampling(config, stream):
-    limits = config.max_new_tokens, config.max_context_tokens
-    return Sampling(stream, config.temperature, *limits, config.sample_rows, config.thinking)
+def api_metrics(api):
+    """Calls, cache hits, retries, failures and tokens of the step, and the calls' latency, over all processes."""
+    usages = gather([api.take_usage()])
+    counted = ("calls", "hits", "retries", "failures", "tokens")
+    metrics = {name: sum(usage.counts[name] for usage in usages) for name in counted}
+    seconds = sorted(s for usage in usages for s in usage.seconds)
+    for percent in (50, 95):
+        metrics[f"p{percent}"] = seconds[len(seconds) * percent // 100] if seconds else None
+    return metrics
 
-def append_lines(path, objects):
-    with open(path, "a", encoding="utf-8") as f: f.writelines(json.dumps(o) + "\n" for o in objects)
 
 def held_out_figures(run, models, when):
-    """eval.py's figures of these networks on held-out problems; None with --eval-problems 0."""
-    c = run.config
-    if not run.held_out: return None
-    how = replace(sampling(c, ("eval", c.seed)), temperature=c.eval_temperature)
-    coach = run.coach if c.judge == "rules" else nobody  # others cost time and money, and accuracy needs none
-    arguments = models, run.tokenizer, run.held_out, c.eval_samples, coach, run.sandbox, how
-    figures = summarise(evaluate(run.pipeline, *arguments), list(models))
-    share = f"{measure(figures)} {when} training: {100 * figures['accuracy']:.1f}%"
-    if rank() == 0: print(f"held-out {share}", flush=True)
+    """eval.summarise() of these models on held-out problems; None with --eval-problems 0."""
+    config = run.config
+    if not run.held_out:
+        return None
+    sampling = replace(make_sampling(config, ("eval", config.seed)), temperature=config.eval_temperature)
+    # other coaches than rules cost time and money, and accuracy needs none
+    coach = run.coach.judge if config.judge == "rules" else nobody
+    records = evaluate(
+        run.pipeline, models, run.tokenizer, run.held_out, config.eval_samples, coach, run.sandbox, sampling
+    )
+    figures = summarise(records, list(models))
+    if rank() == 0:
+        print(f"held-out {run.pipeline.success} {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
     return figures
+
 
 def report(run, before, after):
     """What a newcomer should see at the end: what was learned, and where to look next."""
     config = run.config
     if after:
         print(f"\n{len(run.held_out)} held-out problems, {config.eval_samples} samples each")
-        print_summary("before", before)
-        print_summary("after ", after)
+        print_summary("before", before, run.pipeline.success)
+        print_summary("after ", after, run.pipeline.success)
     print(f"every action, its score and the reason: {config.out}/episodes.jsonl; curves: {config.out}/metrics.jsonl")
     print(f"compare again, on other samples: python eval.py --run {config.out} --seed 1")
 
-def complain(message, code):
-    """Say one line on stderr, from one process; returns the exit code."""
-    if int(os.environ.get("RANK", 0)) == 0: print(f"train.py: {message}", file=sys.stderr)
-    return code
+
+def complain(message):
+    """Say one line on stderr, from one process."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"train.py: {message}", file=sys.stderr)
+
 
 def main(argv=None):
     """The command. Returns its exit code: 0 done, 1 the run cannot go on, 2 bad input, 130 interrupted."""
-    try: code = train(read_config(argv))
-    except InputError as error: code = complain(error, 2)
-    except (RunError, SandboxError) as error: code = complain(error, 1)
-    except KeyboardInterrupt: code = complain("interrupted", 130)
-    if dist.is_initialized(): dist.destroy_process_group()
+    try:
+        code = run_training(read_config(argv))
+    except InputError as error:
+        complain(error)
+        code = 2
+    except (RunError, SandboxError) as error:
+        complain(error)
+        code = 1
+    except KeyboardInterrupt:
+        complain("interrupted")
+        code = 130
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return code
 
-if __name__ == "__main__": sys.exit(main())
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,15 @@
-"""Shared by all tests: the project on sys.path, one thread (two test processes on two cores would crawl), a tiny base."""
+"""All tests share this: the project on sys.path, one thread, a tiny trained model, and an endpoint that misbehaves.
+
+One thread because two test processes on two cores would otherwise crawl.
+"""
+
 import json
 import os
 import sys
 import threading
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
 
 import pytest
 
@@ -22,40 +28,121 @@ def base(tmp_path_factory):
     return out / "base"
 
 
+# ---- An endpoint for coaches -----------------------------------------------------------------------------------------
+
+
+class Request(NamedTuple):
+    """A request that the endpoint got."""
+
+    path: str
+    headers: dict
+    body: dict
+
+
+@dataclass(frozen=True)
+class Status:
+    """An entry of a script: answer with this HTTP status and these headers."""
+
+    code: int
+    headers: dict = field(default_factory=dict)
+
+
+OK = Status(200)
+
+
+class Endpoint(ThreadingHTTPServer):
+    """A chat endpoint that does what its script says, one entry a request; after the script it answers well.
+
+    An entry is a Status, the number of one, the text of a reply, or the name of a trouble:
+    "nothing" (the connection is closed without a byte), "hang" (no answer until the test is over),
+    "half" (the body breaks off), "garbage" (no JSON), "empty" (JSON without a choice).
+    """
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Scripted)
+        self.script = []
+        self.seen = []  # a Request for each request, in order of arrival
+        self.answer = lambda messages: "SCORE: 7"  # behind the script: messages -> the text of a reply
+        self.released = threading.Event()  # ends what hangs
+        self.lock = threading.Lock()  # requests come in threads of their own
+
+    def next_entry(self, request):
+        """Note a request, and find out how to answer it."""
+        with self.lock:
+            self.seen.append(request)
+            if self.script:
+                return self.script.pop(0)
+        return self.answer(request.body["messages"])
+
+
 class Scripted(BaseHTTPRequestHandler):
-    """An endpoint that does what the script of its server says, one entry a request; then it answers well."""
+    """Answers one request as the script of its Endpoint says."""
 
     def log_message(self, *_):
-        pass
+        """Print nothing."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.seen.append((self.path, dict(self.headers), json.loads(body)))
-        act = self.server.script.pop(0) if self.server.script else self.server.answer(self.server.seen[-1][2]["messages"])
-        if act == "nothing":
-            return
-        if act == "hang":
-            self.server.released.wait(5)
-            return
-        status, headers = (act, {}) if isinstance(act, int) else act if isinstance(act, tuple) else (200, {})
-        choice = dict(index=0, message=dict(role="assistant", content=act), finish_reason="stop")
-        out = json.dumps(dict(id="1", object="chat.completion", created=1, model="m", choices=[choice],
-                              usage=dict(prompt_tokens=3, completion_tokens=4, total_tokens=7))).encode()  # fmt: skip
-        out = b"<html>" if act == "garbage" else b'{"choices": []}' if act == "empty" else out
-        self.send_response(status)
-        for name, value in headers.items():
+        entry = self.server.next_entry(Request(self.path, dict(self.headers), json.loads(body)))
+        troubles = {
+            "nothing": self.send_nothing,
+            "hang": self.hang,
+            "half": self.send_half,
+            "garbage": self.send_garbage,
+            "empty": self.send_empty,
+        }
+        if isinstance(entry, int):
+            self.send_status(Status(entry))
+        elif isinstance(entry, Status):
+            self.send_status(entry)
+        elif entry in troubles:
+            troubles[entry]()
+        else:
+            self.send(completion(entry))
+
+    def send_nothing(self):
+        """Leave: the connection closes behind this."""
+
+    def hang(self):
+        self.server.released.wait()
+
+    def send_half(self):
+        whole = completion("SCORE: 7")
+        self.send(whole[:20], length=len(whole))
+
+    def send_garbage(self):
+        self.send(b"<html>")
+
+    def send_empty(self):
+        self.send(b'{"choices": []}')
+
+    def send_status(self, status):
+        """The body is a good reply all the same: who overlooks the status takes it for one."""
+        self.send(completion("SCORE: 1"), status)
+
+    def send(self, body, status=OK, length=None):
+        """Send a body. length: the one that the header claims, where it is not the true one."""
+        self.send_response(status.code)
+        for name, value in status.headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(out)))
+        self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
-        self.wfile.write(out[:20] if act == "half" else out)
+        self.wfile.write(body)
+
+
+def completion(text):
+    """The body of a chat completion that took 7 tokens."""
+    choice = dict(index=0, message=dict(role="assistant", content=text), finish_reason="stop")
+    usage = dict(prompt_tokens=3, completion_tokens=4, total_tokens=7)
+    content = dict(id="1", object="chat.completion", created=1, model="m", choices=[choice], usage=usage)
+    return json.dumps(content).encode()
 
 
 @pytest.fixture
 def endpoint():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
-    server.script, server.seen, server.released = [], [], threading.Event()
-    server.answer = lambda messages: "SCORE: 7"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.released.set()
-    server.shutdown()
+    """A running Endpoint."""
+    with Endpoint() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.released.set()
+        server.shutdown()

@@ -1,182 +1,342 @@
-"""rollout.py: what is recorded is what was sampled, tools answer for real, and the coach is shown neither more nor less."""
+"""rollout.py: the record is what was sampled, programs really run, and the coach is shown neither more nor less."""
+
+import os
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 
-import agents
 import judge
-import model
 import rollout
-from agents import ARITHMETIC, Problem
-from rollout import Sampling, make_jobs, run_episodes
+from agents import ARITHMETIC, ARITHMETIC_PIECES, Problem, Sandbox
+from judge import Failure, Grade, Verdict, nobody, rules
+from model import TINY_CHAT, Completion, load, tiny, tiny_tokenizer, token_logprobs
+from rollout import Sampling, make_episodes, record, run_episodes
 
-PROBLEM = Problem("p1", "Tom has 12 eggs and buys 7 more.", "19", "12+7")
-GOOD, BROKEN = "```python\nprint(12+7)\n```", "```python\nprint(12+7\n```"
+PROBLEM = Problem("p1", "Tom has 12 eggs and buys 7 more.", "19", solution="12+7")
+GOOD = "```python\nprint(12+7)\n```"
+BROKEN = "```python\nprint(12+7\n```"
+RIGHT_REPLIES = ("12+7", GOOD, "\\boxed{19}")
+SAMPLING = Sampling(("t",))
 
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with agents.Sandbox(timeout=5.0) as sandbox:
+    with Sandbox(timeout=60.0) as sandbox:
         yield sandbox
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return model.tiny_tokenizer(agents.PIECES)
+    return tiny_tokenizer(ARITHMETIC_PIECES)
 
 
-def play(monkeypatch, sandbox, tokenizer, replies, coach=judge.rules, problems=(PROBLEM,), how=Sampling(("t",))):
-    """Run the pipeline with replies given in order instead of sampled ones."""
-    script = iter(replies)
+@pytest.fixture
+def play(monkeypatch, sandbox, tokenizer):
+    """A function that runs a pipeline with replies given in order instead of sampled ones; returns its episodes."""
 
-    def scripted(network, contexts, draws, limit, temperature):
-        completions = []
-        for _ in contexts:
-            ids = tokenizer(next(script))["input_ids"] + [tokenizer.eos_token_id]
-            completions.append(model.Completion(ids, [-0.5] * len(ids), False))
-        return completions
+    def run_script(
+        replies, coach=rules, pipeline=ARITHMETIC, problems=(PROBLEM,), tokenizer=tokenizer, sampling=SAMPLING
+    ):
+        script = iter(replies)
 
-    monkeypatch.setattr(rollout, "sample", scripted)
-    networks = {agent.name: None for agent in ARITHMETIC.agents}
-    return run_episodes(ARITHMETIC, networks, tokenizer, make_jobs(list(problems), 1), coach, sandbox, how)
+        def scripted(model, contexts, draws, max_new_tokens, temperature):
+            completions = []
+            for _ in contexts:
+                ids = tokenizer(next(script))["input_ids"] + [tokenizer.eos_token_id]
+                completions.append(Completion(ids, [-0.5] * len(ids), truncated=False))
+            return completions
+
+        monkeypatch.setattr(rollout, "sample", scripted)
+        models = {agent.name: None for agent in pipeline.agents}
+        episodes = make_episodes(problems, 1)
+        return run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling)
+
+    return run_script
 
 
-def test_programs_really_run_and_a_failed_one_may_be_mended(monkeypatch, sandbox, tokenizer):
-    """FAULTS 10, 22. The Coder's program fails, it sees the error and tries again. Its second action's context is the
-    first one's context, its sampled ids, and the observation: real tool text, in a context and in no action."""
-    [e] = play(monkeypatch, sandbox, tokenizer, ["12+7", BROKEN, GOOD, "\\boxed{19}"])
-    assert [(a.agent, a.turn) for a in e.actions] == [("Solver", 0), ("Coder", 0), ("Coder", 1), ("Verifier", 0)]
-    solver, first, second, verifier = e.actions
-    assert (first.status, first.observation, second.status, second.observation) == ("error", "error", "ok", "19")
+class Listener:
+    """A coach that keeps its cases, and judges like the rules."""
+
+    def __init__(self):
+        self.cases = []
+
+    def __call__(self, cases):
+        self.cases += cases
+        return rules(cases)
+
+
+# ---- Actions -------------------------------------------------------------------------------------
+
+
+def test_programs_really_run_and_a_failed_one_may_be_mended(play, tokenizer):
+    """The Coder's program fails, it sees the error, and tries again.
+
+    Symptom elsewhere: agents are trained on text that a tool wrote, or a second action is scored under the context of
+    the first.
+    Guard: the second action's context is the first one's context, its sampled ids, and the observation. Tool text is
+    real, and it is in contexts only, never in an action.
+    """
+    [episode] = play(["12+7", BROKEN, GOOD, "\\boxed{19}"])
+    turns = [(action.agent, action.turn) for action in episode.actions]
+    assert turns == [("Solver", 0), ("Coder", 0), ("Coder", 1), ("Verifier", 0)]
+    _, first, second, verifier = episode.actions
+    assert (first.status, first.observation) == ("error", "error")
+    assert (second.status, second.observation) == ("ok", "19")
     assert second.context_ids[: len(first.context_ids) + len(first.ids)] == first.context_ids + first.ids
     assert tokenizer.decode(second.context_ids).endswith("<|user|>error<|end|><|assistant|>")
     assert tokenizer.decode(second.ids) == GOOD + "<|end|>"  # sampled ids only
     assert tokenizer.decode(verifier.context_ids) == "<|user|>Verifier: 19<|end|><|assistant|>"
-    assert [a.verdict.score for a in e.actions] == [10, 1, 10, 10] and e.correct and e.answer == "19"
+    assert [action.verdict.score for action in episode.actions] == [10, 1, 10, 10]
+    assert episode.grade == Grade(True, 1.0, answer="19")
 
 
-def test_text_for_others_has_no_special_tokens(monkeypatch, sandbox, tokenizer):
-    """Official code pastes terminator strings into downstream prompts."""
-    [e] = play(monkeypatch, sandbox, tokenizer, ["12+7", GOOD, "\\boxed{19}"])
-    assert [a.text for a in e.actions] == ["12+7", GOOD, "\\boxed{19}"]
-    assert e.actions[1].context_ids.count(tokenizer.eos_token_id) == 1
+def test_text_for_others_has_no_special_tokens(play, tokenizer):
+    """Symptom in the official code: terminator strings are pasted into the prompts of the agents that follow."""
+    [episode] = play(RIGHT_REPLIES)
+    assert [action.text for action in episode.actions] == list(RIGHT_REPLIES)
+    assert episode.actions[1].context_ids.count(tokenizer.eos_token_id) == 1
 
 
-def test_the_truth_is_shown_for_marked_agents_only(monkeypatch, sandbox, tokenizer):
-    """The coach learns whether the answer is right when it scores the Verifier, and never for the others."""
-    cases = []
+def test_thoughts_are_no_answers_where_the_template_opens_the_thinking(play):
+    """Symptom: drafts of programs run, and a thought that was cut off counts as an answer.
 
-    def coach(batch):
-        cases.extend(batch)
-        return judge.rules(batch)
-
-    play(monkeypatch, sandbox, tokenizer, ["12+7", GOOD, "\\boxed{19}"], coach)
-    assert [(c.agent.name, c.correct) for c in cases] == [("Solver", None), ("Coder", None), ("Verifier", True)]
-    assert cases[0].handed == {"problem": PROBLEM.question} and cases[1].handed["Solver"] == "12+7"
-    assert cases[1].observation == "19"
-
-
-def test_accuracy_does_not_listen_to_the_coach(monkeypatch, sandbox, tokenizer):
-    """Official "accuracy" is the coach's opinion. Guard: a coach that calls everything right changes no figure."""
-
-    def flatterer(batch):
-        return [judge.Verdict(10, "great", True) for _ in batch]
-
-    [e] = play(monkeypatch, sandbox, tokenizer, ["12-7", "```python\nprint(12-7)\n```", "\\boxed{5}"], flatterer)
-    assert not e.correct and rollout.record(e)["actions"][2]["opinion"] is True
-
-
-def test_a_failed_verdict_stays_a_failure(monkeypatch, sandbox, tokenizer):
-    """FAULT 32: it is recorded with its reason, and as no score."""
-
-    def broken(batch):
-        return [judge.Failure("timeout", "no answer in 60 s") for _ in batch]
-
-    [e] = play(monkeypatch, sandbox, tokenizer, ["12+7", GOOD, "\\boxed{19}"], broken)
-    for action in rollout.record(e)["actions"]:
-        assert action["score"] is None and action["failure"] == "timeout: no answer in 60 s"
-
-
-def test_a_coach_that_answers_too_few_is_noticed(monkeypatch, sandbox, tokenizer):
-    with pytest.raises(ValueError):
-        play(monkeypatch, sandbox, tokenizer, ["12+7", GOOD, "\\boxed{19}"], coach=lambda batch: [])
-
-
-def test_a_context_over_the_limit_ends_the_episode_and_says_so(monkeypatch, sandbox, tokenizer):
-    """Silently cutting a prompt trains an agent on half a question. Guard: the episode ends, wrong, with the reason."""
-    how = Sampling(("t",), max_context_tokens=24)
-    long = Problem("p2", "Tom has 999 shells, buys 999 more and loses 999.", "999", "999+999-999")
-    replies = ["12+7", GOOD, "\\boxed{19}"]
-    first, second = play(monkeypatch, sandbox, tokenizer, replies, problems=[PROBLEM, long], how=how)
-    assert first.correct and len(first.actions) == 3
-    assert not second.correct and not second.actions and "over 24" in second.error
-
-
-def test_thoughts_are_no_answers_where_the_template_opens_the_thinking(monkeypatch, sandbox):
-    """R1-Distill: the prompt ends with <think>, so the reply never holds that mark. A reply that was cut off while it
-    thought would be taken for an answer, and its drafts of programs would run."""
-    tokenizer = model.tiny_tokenizer([*agents.PIECES, "<think>", "</think>"])
-    tokenizer.chat_template = model.TINY_CHAT.replace("<|assistant|>", "<|assistant|><think>\n")
-    [e] = play(monkeypatch, sandbox, tokenizer, ["12+7", GOOD, "\\boxed{18}</think>\\boxed{19}"])
-    assert e.actions[1].text == "<think>" + GOOD and e.actions[1].status == ""
-    assert e.answer == "19"
-
-
-def test_no_workspace_is_left(monkeypatch, sandbox, tokenizer):
-    """Also when the coach crashes in the middle."""
-    made = []
-    original = sandbox.make_workspace
-    monkeypatch.setattr(sandbox, "make_workspace", lambda files: made.append(original(files)) or made[-1])
-
-    def crash(batch):
-        raise RuntimeError("coach is gone")
-
-    with pytest.raises(RuntimeError, match="coach is gone"):
-        play(monkeypatch, sandbox, tokenizer, ["12+7", GOOD, "\\boxed{19}"], crash)
-    assert made and not any(agents.os.path.exists(path) for path in made)
-
-
-def test_random_numbers_are_a_function_of_identity():
-    """FAULT 6. Symptom: all ranks sample the same completions, or others when the number of ranks changes. Guard: every
-    (stream, problem, sample, agent, turn) has numbers of its own, and nothing else enters."""
-    identities = [(("train", 0, step), f"p{p}", s, agent, turn) for step in (1, 2) for p in (1, 2) for s in (0, 1)
-                  for agent in ("Solver", "Coder") for turn in (0, 1)]  # fmt: skip
-    rows = {tuple(rollout.uniforms(*identity, 4)) for identity in identities}
-    assert len(rows) == len(identities) == 32
-    assert rollout.uniforms(("t",), "p", 0, "A", 0, 3).tolist() == [0.7016334744070662, 0.18644188949385132, 0.454496826990048]
-
-
-def test_the_same_episodes_in_any_batch(sandbox):
-    """FAULTS 6, 20: real sampling, one episode at a time against all at once."""
-    network, tokenizer = model.tiny(agents.PIECES, seed=2)
-    networks = {agent.name: network for agent in ARITHMETIC.agents}
-    problems = ARITHMETIC.problems("train")[:3]
-    together = make_jobs(problems, 2)
-    run_episodes(ARITHMETIC, networks, tokenizer, together, judge.rules, sandbox, Sampling(("t",)))
-    for episode in make_jobs(problems, 2):
-        run_episodes(ARITHMETIC, networks, tokenizer, [episode], judge.rules, sandbox, Sampling(("t",)))
-        assert [a.ids for a in episode.actions] == [a.ids for a in together[episode.index].actions]
-    assert len({tuple(e.actions[0].ids) for e in together}) == 6
-
-
-def test_every_turn_scores_as_it_was_sampled(sandbox, base):
-    """FAULT 10, on the real thing: log-probabilities recomputed from an action's own record are those it was sampled
-    with, for all agents and turns."""
-    network, tokenizer = model.load(str(base))
-    networks = {agent.name: network for agent in ARITHMETIC.agents}
-    episodes = make_jobs(ARITHMETIC.problems("train")[:24], 1)
-    run_episodes(ARITHMETIC, networks, tokenizer, episodes, judge.rules, sandbox, Sampling(("t",)))
-    actions = [a for e in episodes for a in e.actions]
-    assert any(a.turn for a in actions), "no second turn to check"
-    scored, _ = model.token_logprobs(network, [a.context_ids for a in actions], [a.ids for a in actions])
-    sampled = torch.tensor([x for a in actions for x in a.logprobs])
-    assert (scored.detach() - sampled).abs().max() < 1e-5
+    Cause: R1-Distill's prompt ends with <think>, so that no reply holds this mark.
+    Guard: the text of an action starts with the mark that its prompt ended with.
+    """
+    tokenizer = tiny_tokenizer([*ARITHMETIC_PIECES, "<think>", "</think>"])
+    tokenizer.chat_template = TINY_CHAT.replace("<|assistant|>", "<|assistant|><think>\n")
+    [episode] = play(["12+7", GOOD, "\\boxed{18}</think>\\boxed{19}"], tokenizer=tokenizer)
+    coder = episode.actions[1]
+    assert (coder.text, coder.status, coder.observation) == ("<think>" + GOOD, "", None)
+    assert episode.grade.answer == "19"
 
 
 def test_the_thinking_switch_reaches_the_template(monkeypatch):
-    """Qwen3 thinks unless told not to; templates without such a switch are given none."""
+    """Qwen3 thinks unless it is told not to; templates without such a switch are given none."""
     seen = []
     monkeypatch.setattr(rollout, "render", lambda *_, **switches: seen.append(switches))
     for thinking in ("default", "off", "on"):
         episode = rollout.Episode(0, PROBLEM, 0)
         rollout.next_context(ARITHMETIC.agents[0], episode, 0, None, Sampling(("t",), thinking=thinking))
     assert seen == [{}, {"enable_thinking": False}, {"enable_thinking": True}]
+
+
+def test_a_context_over_the_limit_ends_the_episode_and_says_so(play):
+    """Symptom: a prompt is cut in silence, and an agent is trained on half a question.
+
+    Guard: the episode ends there, wrong, and its record says why. Other episodes do not mind.
+    """
+    long = Problem("p2", "Tom has 999 shells, buys 999 more and loses 999.", "999", solution="999+999-999")
+    sampling = Sampling(("t",), max_context_tokens=24)
+    first, second = play(RIGHT_REPLIES, problems=[PROBLEM, long], sampling=sampling)
+    assert first.grade.correct and len(first.actions) == 3
+    assert not second.actions and "over 24" in second.error
+    assert second.grade == Grade(False, 0.0, second.error)
+    assert record(second)["error"] == record(second)["reason"] == second.error
+
+
+# ---- Coach and truth -----------------------------------------------------------------------------
+
+
+def test_the_truth_is_shown_for_marked_agents_only(play):
+    """The coach learns how the episode came out when it scores the Verifier, and never for the others."""
+    coach = Listener()
+    play(RIGHT_REPLIES, coach)
+    solver, coder, verifier = coach.cases
+    assert [case.agent.name for case in coach.cases] == ["Solver", "Coder", "Verifier"]
+    assert solver.grade is None and coder.grade is None and verifier.grade == Grade(True, 1.0, answer="19")
+    assert [case.shows_answer for case in coach.cases] == [False, False, True]
+    assert solver.handed == {"problem": PROBLEM.question} and coder.handed["Solver"] == "12+7"
+    assert (coder.reply, coder.observation, coder.status) == (GOOD, "19", "ok")
+
+
+def test_accuracy_does_not_listen_to_the_coach(play):
+    """Symptom in the official code: "accuracy" is the coach's opinion.
+
+    Guard: a coach that calls everything right changes no figure.
+    """
+
+    def flatterer(cases):
+        return [Verdict(10, "great", True) for _ in cases]
+
+    [episode] = play(["12-7", "```python\nprint(12-7)\n```", "\\boxed{5}"], flatterer)
+    line = record(episode)
+    assert (line["correct"], line["quality"], line["answer"]) == (False, 0.0, "5")
+    assert line["reason"] == "the answer is wrong"
+    assert line["actions"][2]["opinion"] is True and line["actions"][2]["score"] == 10
+
+
+def test_own_grading_reads_what_programs_left(play, monkeypatch):
+    """A function of GRADERS gets the problem, the reply, and a way to read files of the episode's workspace.
+
+    An agent whose coach sees the truth is graded after its own action; the episode, after the last one.
+    """
+    seen = []
+
+    def grade_file(problem, reply, read_file):
+        data = read_file("left")
+        with pytest.raises(FileNotFoundError):
+            read_file("absent")
+        seen.append((problem, reply, data))
+        return Grade(False, len(data) / 4, f"{reply} is not all", metrics={"size": len(data)})
+
+    coder = replace(ARITHMETIC.agents[1], coach_sees_truth=True)
+    pipeline = replace(ARITHMETIC, graded_by="file", agents=(ARITHMETIC.agents[0], coder, ARITHMETIC.agents[2]))
+    monkeypatch.setitem(judge.GRADERS, "file", grade_file)
+    program = "```python\nopen('left', 'w').write('ab')\n```"
+    tokenizer = tiny_tokenizer([*ARITHMETIC_PIECES, program, "done"])
+    cases = []
+
+    def coach(some):
+        cases.extend(some)
+        return nobody(some)
+
+    [episode] = play(["12+7", program, "done"], coach, pipeline, tokenizer=tokenizer)
+    assert seen == [(PROBLEM, program, b"ab"), (PROBLEM, "done", b"ab")]
+    assert cases[0].grade is None and cases[1].grade.reason == f"{program} is not all"
+    assert episode.grade == cases[2].grade == Grade(False, 0.5, "done is not all", {"size": 2})
+    line = record(episode)
+    assert (line["quality"], line["reason"], line["metrics"]) == (0.5, "done is not all", {"size": 2})
+
+
+def test_a_failed_verdict_stays_a_failure(play):
+    """Symptom elsewhere: a coach that fails is recorded as a score of 0 or 5. Guard: no score, and the reason why."""
+
+    def broken(cases):
+        return [Failure("timeout", "no answer in 60 s") for _ in cases]
+
+    [episode] = play(RIGHT_REPLIES, broken)
+    actions = record(episode)["actions"]
+    assert len(actions) == 3
+    for action in actions:
+        assert action["score"] is None and action["reason"] is None and action["opinion"] is None
+        assert action["failure"] == "timeout: no answer in 60 s"
+
+
+def test_no_coach_is_no_failure(play):
+    """Evaluations ask no coach: their actions have neither a score nor a failure."""
+    [episode] = play(RIGHT_REPLIES, nobody)
+    assert [action["score"] for action in record(episode)["actions"]] == [None] * 3
+    assert [action["failure"] for action in record(episode)["actions"]] == [None] * 3
+
+
+def test_a_coach_that_answers_too_few_is_noticed(play):
+    """Symptom: scores move to other actions. Guard: a coach that leaves a case out is an error."""
+    with pytest.raises(ValueError):
+        play(RIGHT_REPLIES, coach=lambda cases: rules(cases)[:-1])
+
+
+# ---- Episodes ------------------------------------------------------------------------------------
+
+
+def test_a_record_has_the_same_keys_for_every_pipeline(play):
+    """Statistics read records alone: mathematics has an empty kind and no metrics, and lacks neither key."""
+    [episode] = play(RIGHT_REPLIES)
+    line = record(episode)
+    actions = line.pop("actions")
+    assert line == dict(
+        index=0,
+        problem="p1",
+        sample=0,
+        kind="",
+        question=PROBLEM.question,
+        truth="19",
+        answer="19",
+        correct=True,
+        quality=1.0,
+        reason="",
+        metrics={},
+        error="",
+    )
+    assert actions[1] == dict(
+        agent="Coder",
+        turn=0,
+        text=GOOD,
+        tokens=len(episode.actions[1].ids),
+        truncated=False,
+        status="ok",
+        observation="19",
+        files=[],
+        score=10,
+        reason="the program computes what it was handed",
+        opinion=None,
+        failure=None,
+    )
+
+
+@pytest.mark.parametrize("crash", [False, True], ids=["all is well", "the coach crashes"])
+def test_no_workspace_is_left(play, sandbox, monkeypatch, crash):
+    """Symptom: the disk fills with the folders of past episodes. Guard: all are removed, also after a crash."""
+    made = []
+    original = sandbox.make_workspace
+
+    def make_workspace(files):
+        made.append(original(files))
+        return made[-1]
+
+    def coach(cases):
+        assert all(os.path.exists(path) for path in made)
+        if crash:
+            raise RuntimeError("coach is gone")
+        return rules(cases)
+
+    monkeypatch.setattr(sandbox, "make_workspace", make_workspace)
+    if crash:
+        with pytest.raises(RuntimeError, match="coach is gone"):
+            play(RIGHT_REPLIES, coach)
+    else:
+        play(RIGHT_REPLIES, coach)
+    assert len(made) == 1 and not os.path.exists(made[0])
+
+
+# ---- Random numbers ------------------------------------------------------------------------------
+
+
+def test_random_numbers_are_a_function_of_identity():
+    """Symptom: all ranks sample the same completions, or others when the number of ranks changes.
+
+    Cause: one generator for each process.
+    Guard: every (stream, problem, sample, agent, turn) has numbers of its own, and nothing else enters.
+    """
+    streams = [("train", 0, 1), ("train", 0, 2)]
+    identities = list(product(streams, ("p1", "p2"), (0, 1), ("Solver", "Coder"), (0, 1)))
+    rows = {tuple(rollout.uniforms(*identity, 4)) for identity in identities}
+    assert len(rows) == len(identities) == 32
+    numbers = rollout.uniforms(("t",), "p", 0, "A", 0, 3)
+    assert numbers.tolist() == [0.7016334744070662, 0.18644188949385132, 0.454496826990048]
+
+
+def test_the_same_episodes_in_any_batch(sandbox):
+    """Symptom: results depend on the batch size. Guard: the company of an episode changes none of its tokens.
+
+    Real sampling, one episode at a time against all at once.
+    """
+    model, tokenizer = tiny(ARITHMETIC_PIECES, seed=2)
+    models = {agent.name: model for agent in ARITHMETIC.agents}
+    problems = ARITHMETIC.problems("train")[:3]
+    together = make_episodes(problems, 2)
+    run_episodes(ARITHMETIC, models, tokenizer, together, rules, sandbox, SAMPLING)
+    for episode in make_episodes(problems, 2):
+        run_episodes(ARITHMETIC, models, tokenizer, [episode], rules, sandbox, SAMPLING)
+        assert [a.ids for a in episode.actions] == [a.ids for a in together[episode.index].actions]
+    assert len({tuple(episode.actions[0].ids) for episode in together}) == 6
+
+
+def test_every_turn_scores_as_it_was_sampled(sandbox, base):
+    """Symptom in the official code: later turns are scored under a context that they were not sampled under.
+
+    Guard: log-probabilities recomputed from an action's own record are those it was sampled with, for all agents and
+    turns.
+    """
+    model, tokenizer = load(str(base))
+    models = {agent.name: model for agent in ARITHMETIC.agents}
+    episodes = make_episodes(ARITHMETIC.problems("train")[:24], 1)
+    run_episodes(ARITHMETIC, models, tokenizer, episodes, rules, sandbox, SAMPLING)
+    actions = [action for episode in episodes for action in episode.actions]
+    assert any(action.turn > 0 for action in actions), "there is no second turn to check"
+    contexts = [action.context_ids for action in actions]
+    scored, _ = token_logprobs(model, contexts, [action.ids for action in actions])
+    sampled = torch.tensor([logprob for action in actions for logprob in action.logprobs])
+    assert (scored.detach() - sampled).abs().max() < 1e-5

@@ -1,313 +1,419 @@
-"""train.py: advantages, loss, optimizer and schedule against numbers worked by hand; and what must not change them."""
+"""train.py: advantages, loss, optimizer and schedule against numbers worked by hand, and what must not change them."""
+
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import judge
-import model
+import agents
 import train
-from agents import InputError, Problem, Table
-from judge import Failure, Verdict
+from agents import ARITHMETIC, InputError, Problem
+from judge import Failure, Grade, Verdict
+from model import tiny, token_logprobs
 from rollout import Action, Episode
-from train import Config, Sample
+from train import Config, Policy, RunError, ScoredAction, ShardedAdamW
+
+LETTERS = "abcdefghijklmnopqrst"  # the vocabulary of the models here
 
 
-def action(agent="A", tokens=3, score=10.0, context=2, truncated=False, logprob=-1.0, turn=0):
+def action(agent="A", tokens=3, score=10.0, context=2, truncated=False):
+    """An action with made-up ids. score: the coach's, None where its verdict failed."""
     verdict = Failure("timeout", "late") if score is None else Verdict(score, "")
     ids = [6 + i % 20 for i in range(tokens)]
-    return Action(agent, turn, [7] * context, ids, [logprob] * tokens, truncated, "", verdict=verdict)
+    return Action(agent, 0, [7] * context, ids, [-1.0] * tokens, truncated, "", verdict=verdict)
 
 
-def sample(reward, kl, weight=1.0, group=("p", "A", 0), batch=0):
-    s = Sample(action(tokens=len(kl)), group, batch, reward, weight)
-    s.kl = torch.tensor(kl)
-    return s
+def scored_action(reward, kl, weight=1.0, group=("p", "A", 0), batch=0, agent="A"):
+    """A ScoredAction with this KL, a number for each token."""
+    return ScoredAction(
+        action(agent, tokens=len(kl)), group, batch=batch, reward=reward, weight=weight, kl=torch.tensor(kl)
+    )
 
 
-def close(tensors, numbers):
-    return all(a == pytest.approx(b, abs=1e-6) for a, b in zip([t.tolist() for t in tensors], numbers, strict=True))
+def advantages(scored):
+    """The advantages of all actions, as lists."""
+    return [s.advantage.tolist() for s in scored]
 
 
-# ---- Rewards and advantages ------------------------------------------------------------------------------------------------
+# ---- Rewards and advantages ----------------------------------------------------------------------
 
 
 def test_rewards_lie_between_0_and_1():
-    """Official code: score / 10 in one domain, raw 0 to 10 in the other, and so a ten times weaker KL penalty."""
-    a = action(score=7)
-    assert train.reward_of(a, True, "process") == 0.7
-    assert train.reward_of(a, True, "outcome") == 1.0 and train.reward_of(a, False, "outcome") == 0.0
-    assert train.reward_of(a, True, "mixed") == pytest.approx(0.85)
-    with pytest.raises(AssertionError, match="a coach gave"):
-        train.reward_of(action(score=11), True, "process")
-    with pytest.raises(AssertionError, match="a coach gave"):
-        train.reward_of(action(score=math.nan), True, "process")
+    """Symptom in the official code: the KL penalty is ten times weaker in one domain than in the other.
+
+    Cause: the reward is score / 10 in one, and the raw 0 to 10 in the other.
+    Guard: one function makes rewards, and refuses what lies outside of 0 to 1.
+    """
+    judged = action(score=7)
+    assert train.reward_of(judged, 1.0, "process") == 0.7
+    assert train.reward_of(judged, 0.25, "outcome") == 0.25
+    assert train.reward_of(judged, 1.0, "mixed") == pytest.approx(0.85)
+    assert train.reward_of(judged, 0.25, "mixed") == pytest.approx(0.475)
+    for score in (11, -1, math.nan):
+        with pytest.raises(AssertionError, match="a coach gave"):
+            train.reward_of(action(score=score), 1.0, "process")
+
+
+def test_a_failed_verdict_is_no_reward():
+    """Only the outcome can do without a verdict."""
+    failed = action(score=None)
+    assert train.reward_of(failed, 1.0, "process") is None
+    assert train.reward_of(failed, 1.0, "mixed") is None
+    assert train.reward_of(failed, 0.25, "outcome") == 0.25
 
 
 def test_truth_stays_out_of_process_rewards():
-    """The paper's reward is the coach's score alone; whether the answer is right must not move it."""
+    """The paper's reward is the coach's score alone: whether the answer is right must not move it."""
     for score in (0, 4, 10):
-        a = action(score=score)
-        assert train.reward_of(a, True, "process") == train.reward_of(a, False, "process")
+        judged = action(score=score)
+        assert train.reward_of(judged, 1.0, "process") == train.reward_of(judged, 0.0, "process") == score / 10
 
 
 def test_the_kl_penalty_is_in_the_reward_of_each_token():
-    """FAULT 27. beta = 0.1, kl = (1, -2, 3), R = 0.5. r = (-0.1, 0.2, -0.3 + 0.5), G = (0.3, 0.4, 0.2). The k1 estimate
-    may be negative: it is unbiased, and nothing is clamped."""
+    """beta = 0.1, kl = (1, -2, 3), R = 0.5: r = (-0.1, 0.2, -0.3 + 0.5), G = (0.3, 0.4, 0.2).
+
+    The k1 estimate may be negative: it is unbiased, and nothing is clamped.
+    """
     returns = train.returns_to_go(torch.tensor([1.0, -2.0, 3.0]), 0.5, 0.1)
     assert returns.tolist() == pytest.approx([0.3, 0.4, 0.2])
 
 
 def test_whitening_over_all_tokens_of_all_actions():
-    """REINFORCE++ by hand, beta = 0: one action of 1 token with R = 1, one of 3 tokens with R = 0. Over the four tokens
-    the mean is 1/4 and the std sqrt(3)/4, so A = sqrt(3) and -1/sqrt(3). (Over the two actions it would be 1 and -1.)"""
-    samples = [sample(1.0, [0.0]), sample(0.0, [0.0, 0.0, 0.0])]
-    train.set_advantages(samples, Config(beta=0.0))
-    assert close([s.advantage for s in samples], [[3**0.5], [-(3**-0.5)] * 3])
+    """REINFORCE++ by hand, beta = 0: one action of 1 token with R = 1, one of 3 tokens with R = 0.
+
+    Over the four tokens the mean is 1/4 and the std sqrt(3)/4, so A = sqrt(3) and -1/sqrt(3). (Over the two actions it
+    would be 1 and -1.)
+    """
+    scored = [scored_action(1.0, [0.0]), scored_action(0.0, [0.0, 0.0, 0.0])]
+    train.set_advantages(scored, Config(beta=0.0))
+    first, second = advantages(scored)
+    assert first == pytest.approx([3**0.5], abs=1e-6)
+    assert second == pytest.approx([-(3**-0.5)] * 3, abs=1e-6)
 
 
 def test_agents_are_whitened_apart(monkeypatch):
-    """FAULT 4. Symptom: an agent whose coach is generous learns that all it does is good. Guard: update() whitens each
-    agent's samples on their own, also under --share-weights."""
+    """Symptom: an agent whose coach is generous learns that all it does is good.
+
+    Guard: update() whitens each agent's actions on their own, also under --share-weights.
+    """
     seen = []
     monkeypatch.setattr(train, "set_kl", lambda *_: None)
-    monkeypatch.setattr(train, "set_advantages", lambda samples, config: seen.append([s.action.agent for s in samples]))
-    policy = train.Policy(("A", "B"), None, None)
-    samples = [sample(1.0, [0.0], weight=0.0) for _ in range(2)]
-    samples[1].action.agent = "B"
-    train.update(policy, None, samples, 0, Config())
+    monkeypatch.setattr(train, "set_advantages", lambda scored, config: seen.append([s.action.agent for s in scored]))
+    scored = [scored_action(1.0, [0.0], weight=0.0, agent=agent) for agent in ("A", "B")]
+    train.update(Policy(("A", "B"), None, None), None, scored, 1, Config())
     assert seen == [["A"], ["B"]]
 
 
 def test_no_spread_gives_no_advantage():
-    """FAULTS 24, 25. Symptom: nan from a batch of equal rewards, or a spread of 1e-7 blown up to advantages of 2.
-    Guard: population std, and a spread below 1e-4 counts as none."""
+    """Symptom: nan from a batch of equal rewards, or a spread of 1e-7 blown up to advantages of 2.
+
+    Guard: the population's std, and a spread below 1e-4 counts as none.
+    """
     for values in ([0.5, 0.5], [0.5, 0.5 + 1e-7], [0.5]):
-        assert close(train.whiten([torch.tensor([v]) for v in values]), [[0.0]] * len(values))
+        whitened = train.whiten([torch.tensor([value]) for value in values])
+        assert [part.tolist() for part in whitened] == [[0.0]] * len(values)
     assert train.whiten([]) == []
     for kind in ("grpo", "rloo"):
-        assert train.compare_in_groups([sample(0.3, [0.0])], kind) == [0.0]
+        assert train.compare_in_groups([scored_action(0.3, [0.0])], kind) == [0.0]
 
 
 def test_groups_by_hand():
-    """Rewards 1, 0, 0.5 in one group: mean 0.5, std sqrt(1/6); the mean of the others is 0.25, 0.75, 0.5. A second group
-    (another agent on the same problem) has a mean of its own."""
-    samples = [sample(r, [0.0]) for r in (1.0, 0.0, 0.5)]
-    samples += [sample(r, [0.0], group=("p", "B", 0)) for r in (0.9, 0.7)]
-    grpo = train.compare_in_groups(samples, "grpo")
+    """Rewards 1, 0, 0.5 in one group: mean 0.5, std sqrt(1/6); the mean of the others is 0.25, 0.75, 0.5.
+
+    A second group (another agent on the same problem) has a mean of its own.
+    """
+    scored = [scored_action(reward, [0.0]) for reward in (1.0, 0.0, 0.5)]
+    scored += [scored_action(reward, [0.0], group=("p", "B", 0)) for reward in (0.9, 0.7)]
+    grpo = train.compare_in_groups(scored, "grpo")
     assert grpo == pytest.approx([6**0.5 / 2, -(6**0.5) / 2, 0.0, 1.0, -1.0])
-    assert train.compare_in_groups(samples, "rloo") == pytest.approx([0.75, -0.75, 0.0, 0.2, -0.2])
-    train.set_advantages(samples, Config(advantage="rloo", beta=0.0))
-    assert samples[0].advantage.tolist() == pytest.approx([0.75])
+    assert train.compare_in_groups(scored, "rloo") == pytest.approx([0.75, -0.75, 0.0, 0.2, -0.2])
+    train.set_advantages(scored, Config(advantage="rloo", beta=0.0))
+    assert scored[0].advantage.tolist() == pytest.approx([0.75])
 
 
 def test_truncated_and_failed_actions_count_on_neither_side():
-    """FAULTS 23, 32. Symptom: masked actions still move mean and std (official code), or failures are trained as a 5.
-    Guard: weight 0 leaves an action out of the statistics and of the loss; both are counted in the metrics."""
+    """Symptom in the official code: masked actions still move mean and std, and failures are trained as a 5.
+
+    Guard: weight 0 leaves an action out of the statistics and of the loss.
+    """
     episode = Episode(0, Problem("p", "q", "1"), 0)
     episode.actions = [action(score=10), action(score=2), action(score=0, truncated=True), action(score=None)]
-    samples = train.make_samples([episode], Config())
-    assert [s.weight for s in samples] == [1.0, 1.0, 0.0, 0.0]
-    for s in samples:
+    scored = train.score_actions([episode], Config())
+    assert [s.weight for s in scored] == [1.0, 1.0, 0.0, 0.0]
+    for s in scored:
         s.kl = torch.zeros(3)
-    train.set_advantages(samples, Config())
-    assert close([s.advantage for s in samples[:2]], [[1.0] * 3, [-1.0] * 3])
-    kept = train.make_samples([episode], Config(mask_truncated=False))
+    train.set_advantages(scored, Config())
+    assert scored[0].advantage.tolist() == pytest.approx([1.0] * 3, abs=1e-6)
+    assert scored[1].advantage.tolist() == pytest.approx([-1.0] * 3, abs=1e-6)
+    assert scored[2].advantage is None and scored[3].advantage is None
+    kept = train.score_actions([episode], Config(mask_truncated=False))
     assert [s.weight for s in kept] == [1.0, 1.0, 1.0, 0.0]
-    outcome = train.make_samples([episode], Config(reward="outcome"))  # needs no verdict
+    outcome = train.score_actions([episode], Config(reward="outcome"))  # needs no verdict
     assert [s.weight for s in outcome] == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_a_failing_coach_stops_the_run():
-    """FAULT 32: past --max-failures the remaining verdicts are no fair sample of the actions."""
+def test_the_outcome_is_the_quality_of_the_whole_episode():
+    """Every action of an episode gets its quality, which need not be 0 or 1; who ended early gets 0."""
+    episode, unfinished = Episode(0, Problem("p", "q"), 0), Episode(5, Problem("p", "q"), 1, error="too long")
+    episode.actions, unfinished.actions = [action("A"), action("B")], [action("A")]
+    episode.last_grade = Grade(True, 0.25)
+    scored = train.score_actions([episode, unfinished], Config(reward="outcome", train_batch=4))
+    assert [s.reward for s in scored] == [0.25, 0.25, 0.0]
+    assert [s.group for s in scored] == [("p", "A", 0), ("p", "B", 0), ("p", "A", 0)]
+    assert [s.batch for s in scored] == [0, 0, 1]  # by the episode's index
+
+
+def test_a_failing_coach_stops_the_run(monkeypatch):
+    """Past --max-failures the remaining verdicts are no fair sample of the actions.
+
+    The state before the bad rollout is saved first, so that the run can go on from there.
+    """
+    saved = []
+    monkeypatch.setattr(train, "save_checkpoint", lambda *arguments: saved.append(arguments))
     bad, good = dict(failure="timeout: late"), dict(failure=None)
-    records = [dict(actions=[bad, good, good, good])]
-    assert not train.too_many_failures(records, Config(max_failures=0.25))
-    sentence = train.too_many_failures(records, Config(max_failures=0.2))
-    assert sentence == "the coach failed on 1 of 4 actions, e.g. timeout: late"
+    records = [dict(actions=[bad, good]), dict(actions=[good, good])]
+    patient = SimpleNamespace(config=Config(out="there", max_failures=0.25), policies="policies", tokenizer="tokenizer")
+    train.stop_if_coach_fails(patient, records, 3)
+    assert saved == []
+    strict = SimpleNamespace(config=Config(out="there", max_failures=0.2), policies="policies", tokenizer="tokenizer")
+    with pytest.raises(RunError) as stopped:
+        train.stop_if_coach_fails(strict, records, 3)
+    assert str(stopped.value) == "step 3: the coach failed on 1 of 4 actions, e.g. timeout: late"
+    assert saved == [("there", 2, "policies", "tokenizer")]
 
 
-# ---- Loss ------------------------------------------------------------------------------------------------------------------
+# ---- Loss ----------------------------------------------------------------------------------------
 
 
 def test_the_loss_by_hand():
-    """Four tokens, rho = 1, 2, 2, 0.5, A = 1, 1, -1, -1, clip 0.2: min(1, 1), min(2, 1.2), min(-2, -1.2), min(-0.5, -0.8),
-    so -mean = -(1 + 1.2 - 2 - 0.8) / 4 = 0.15; gradients flow through the unclipped tokens 1 and 3 only."""
+    """Four tokens, rho = 1, 2, 2, 0.5, A = 1, 1, -1, -1, clip 0.2.
+
+    min(1, 1), min(2, 1.2), min(-2, -1.2), min(-0.5, -0.8), so -mean = -(1 + 1.2 - 2 - 0.8) / 4 = 0.15; gradients flow
+    through the unclipped tokens 1 and 3 only.
+    """
     rho = torch.tensor([1.0, 2.0, 2.0, 0.5])
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0])
     logprobs = rho.log().requires_grad_()
-    loss, ratio = train.policy_loss(
-        logprobs, torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.full((4,), 0.25), 0.2
-    )
+    loss, ratio = train.policy_loss(logprobs, torch.zeros(4), signs, torch.full((4,), 0.25), 0.2)
     loss.backward()
     assert loss.item() == pytest.approx(0.15) and torch.allclose(ratio, rho)
     assert logprobs.grad.tolist() == pytest.approx([-0.25, 0.0, 0.5, 0.0])
 
 
 def test_a_nan_of_weight_zero_stays_out():
-    """FAULT 24: 0 * nan is nan, in the loss and in the gradient."""
+    """Symptom: a masked nan makes the loss nan. Cause: 0 * nan is nan. Guard: it is left out, not multiplied."""
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    advantages, weights = torch.tensor([1.0, math.nan]), torch.tensor([1.0, 0.0])
-    loss, _ = train.policy_loss(logprobs, logprobs.detach(), advantages, weights, 0.2)
+    with_nan, weights = torch.tensor([1.0, math.nan]), torch.tensor([1.0, 0.0])
+    loss, _ = train.policy_loss(logprobs, logprobs.detach(), with_nan, weights, 0.2)
     assert loss.item() == pytest.approx(-1.0)
 
 
 def make_batch():
-    """Samples of unlike lengths with advantages, two optimizer steps' worth."""
-    samples = []
+    """Six ScoredActions of unlike lengths, with advantages: one optimizer step's worth."""
+    scored = []
     for i, tokens in enumerate([1, 5, 2, 9, 3, 1]):
-        s = Sample(action(tokens=tokens, context=2 + i), ("p", "A", 0), 0, 0.5, 1.0)
-        s.kl, s.advantage = torch.zeros(tokens), torch.linspace(-1, 1, tokens) + i / 5
-        samples.append(s)
-    return samples
+        s = ScoredAction(action(tokens=tokens, context=2 + i), ("p", "A", 0), batch=0, reward=0.5, weight=1.0)
+        s.kl = torch.zeros(tokens)
+        s.advantage = torch.linspace(-1, 1, tokens) + i / 5
+        scored.append(s)
+    return scored
 
 
-def gradient_of(budget, samples, parts=1, actions=6):
-    """The summed gradients with a micro-batch budget, samples dealt to `parts` processes one after another."""
-    network, _ = model.tiny([*"abcdefghijklmnopqrst"], seed=1)
-    policy = train.Policy(("A",), network, train.ShardedAdamW(network, Config()))
-    total = 0
+def make_policy(config):
+    """A new policy for agent A."""
+    model, _ = tiny(LETTERS, seed=1)
+    return Policy(("A",), model, ShardedAdamW(model, config))
+
+
+def gradient_of(budget, scored, parts=1):
+    """The summed gradients with a micro-batch budget, the actions dealt to `parts` processes one after another."""
+    config = Config(micro_batch_tokens=budget)
+    policy = make_policy(config)
+    total = torch.zeros_like(policy.optimizer.flat)
     for part in range(parts):
-        train.accumulate(policy, samples[part::parts], actions, Config(micro_batch_tokens=budget))
-        total = total + policy.optimizer.gradient
+        train.accumulate(policy, scored[part::parts], len(scored), config)
+        total += policy.optimizer.gradient
     return total
 
 
 def test_micro_batches_and_ranks_do_not_change_the_gradient():
-    """FAULT 3. Symptom: results depend on the number of GPUs and on accumulation. Cause: a mean of means. Guard: every
-    token's weight comes from the global number of actions, so any split gives the same sum."""
+    """Symptom: results depend on the number of GPUs and on accumulation.
+
+    Cause: a mean of means.
+    Guard: every token's weight comes from the global number of actions, so that any split gives the same sum.
+    """
     whole = gradient_of(10_000, make_batch())
     assert whole.abs().max() > 1e-3
-    for budget, parts in ((1, 1), (20, 1), (10_000, 2), (20, 4), (1, 6), (1, 9)):  # the last with idle processes
+    splits = ((1, 1), (20, 1), (10_000, 2), (20, 4), (1, 6), (1, 9))  # the last one with idle processes
+    for budget, parts in splits:
         assert torch.allclose(gradient_of(budget, make_batch(), parts), whole, atol=1e-6), (budget, parts)
 
 
 def test_the_loss_is_a_mean_over_actions_of_means_over_tokens():
-    """Checked against autograd on the formula as the paper writes it, one action at a time."""
-    network, _ = model.tiny([*"abcdefghijklmnopqrst"], seed=1)
+    """The gradient is autograd's of the formula as the paper writes it, one action at a time."""
+    model, _ = tiny(LETTERS, seed=1)
     total = 0
     for s in make_batch():
-        logprobs, _ = model.token_logprobs(network, [s.action.context_ids], [s.action.ids])
+        logprobs, _ = token_logprobs(model, [s.action.context_ids], [s.action.ids])
         ratio = (logprobs - torch.tensor(s.action.logprobs)).exp()
-        total = total - torch.minimum(ratio * s.advantage, ratio.clamp(0.8, 1.2) * s.advantage).mean() / 6
+        clipped = ratio.clamp(0.8, 1.2)
+        total = total - torch.minimum(ratio * s.advantage, clipped * s.advantage).mean() / 6
     total.backward()
-    expected = torch.cat([p.grad.flatten() for p in network.parameters()])
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert torch.allclose(gradient_of(10_000, make_batch()), expected, atol=1e-6)
 
 
 def test_packing_keeps_to_the_budget():
-    """FAULT 28. Symptom: out of memory now and then. Cause: one long row pads all others over the budget. Guard: no
-    micro-batch over it, padding included, but a single row that is longer by itself; and every sample is in one."""
+    """Symptom: out of memory now and then.
+
+    Cause: one long row pads all others over the budget.
+    Guard: no micro-batch is over it, padding included, but a single row that is longer by itself; and every action is
+    in one of them.
+    """
     lengths = [5, 60, 7, 7, 30, 2, 2, 2, 90, 31]
-    samples = [Sample(action(tokens=n, context=0), (), 0, 0.0, 1.0) for n in lengths]
-    batches = train.pack(samples, 64)
-    assert sorted(len(s.action.ids) for batch in batches for s in batch) == sorted(lengths)
-    for batch in batches:
-        assert len(batch) * max(len(s.action.ids) for s in batch) <= 64 or len(batch) == 1
-    assert len(batches) == 4
+    scored = [ScoredAction(action(tokens=n, context=0), (), batch=0, reward=0.0, weight=1.0) for n in lengths]
+    micro_batches = train.pack(scored, 64)
+    assert sorted(s.length for micro_batch in micro_batches for s in micro_batch) == sorted(lengths)
+    for micro_batch in micro_batches:
+        assert len(micro_batch) * max(s.length for s in micro_batch) <= 64 or len(micro_batch) == 1
+    assert len(micro_batches) == 4
     assert train.pack([], 64) == []
 
 
-# ---- Optimizer ---------------------------------------------------------------------------------------------------------------
+# ---- Optimizer -----------------------------------------------------------------------------------
 
 
-def one_parameter(value, dtype=torch.float32):
-    network = torch.nn.Linear(len(value), 1, bias=False)
-    network.weight.data = torch.tensor([value], dtype=dtype)
-    return network
+def one_parameter(values):
+    """A model with one row of weights."""
+    model = torch.nn.Linear(len(values), 1, bias=False)
+    model.weight.data = torch.tensor([values])
+    return model
 
 
-def step(optimizer, gradient, lr):
+def take_step(optimizer, gradient, lr):
+    """One step with these gradients; returns their norm."""
     optimizer.zero_grad()
     optimizer.gradient += torch.tensor(gradient)
     return optimizer.step(lr)
 
 
 def test_the_optimizer_is_adamw():
-    """Ten steps against torch.optim.AdamW, clipping and weight decay included."""
+    """Ten steps are those of torch.optim.AdamW, clipping and weight decay included."""
     ours, theirs = one_parameter([1.0, -2.0, 3.0]), one_parameter([1.0, -2.0, 3.0])
-    config = Config(weight_decay=0.1, max_grad_norm=1.0, adam_eps=1e-8)
-    optimizer = train.ShardedAdamW(ours, config)
+    optimizer = ShardedAdamW(ours, Config(weight_decay=0.1, max_grad_norm=1.0, adam_eps=1e-8))
     reference = torch.optim.AdamW(theirs.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for i in range(10):
         gradient = [math.sin(i), 2.0 * math.cos(i), 0.1]
         theirs.weight.grad = torch.tensor([gradient])
         expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-        assert step(optimizer, gradient, 0.1) == pytest.approx(expected.item())
+        assert take_step(optimizer, gradient, 0.1) == pytest.approx(expected.item())
         reference.step()
     assert torch.allclose(ours.weight, theirs.weight, atol=1e-6)
 
 
 def test_bfloat16_weights_move_at_the_papers_learning_rate():
-    """FAULT 14. Symptom: rewards never rise in bfloat16 at lr 1e-6. Cause: the update rounds to nothing. Guard: float32
-    master weights. 99% of them move at every step, and the rounded ones follow."""
+    """Symptom: rewards never rise in bfloat16 at lr 1e-6.
+
+    Cause: the update rounds to nothing.
+    Guard: float32 master weights. 99% of them move at every step, and the rounded ones follow.
+    """
     torch.manual_seed(0)
-    network = torch.nn.Linear(100, 100, bias=False).bfloat16()
-    start = network.weight.detach().clone()
-    optimizer = train.ShardedAdamW(network, Config())
+    model = torch.nn.Linear(100, 100, bias=False).bfloat16()
+    start = model.weight.detach().clone()
+    optimizer = ShardedAdamW(model, Config())
     masters = optimizer.master.clone()
     gradient = torch.randn(10_000).tolist()
     for _ in range(20):
         before = optimizer.master.clone()
-        step(optimizer, gradient, 1e-6)
+        take_step(optimizer, gradient, 1e-6)
         assert (optimizer.master != before).float().mean() > 0.99
-    assert (network.weight != start).float().mean() < 0.2  # most rounded weights have not got anywhere yet
+    assert (model.weight != start).float().mean() < 0.2  # most rounded weights have not got anywhere yet
     for _ in range(2000):
-        step(optimizer, gradient, 1e-6)
-    moved = (network.weight - start).abs().max().item()
-    assert moved > 1e-3 and (optimizer.master - masters).abs().max() == pytest.approx(2020e-6, rel=0.1)
+        take_step(optimizer, gradient, 1e-6)
+    assert (model.weight - start).abs().max() > 1e-3
+    assert (optimizer.master - masters).abs().max() == pytest.approx(2020e-6, rel=0.1)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_no_weight_moves():
-    """FAULT 24: one nan, and Adam's moments are nan for ever."""
-    network = one_parameter([1.0, 2.0])
-    optimizer = train.ShardedAdamW(network, Config())
-    assert math.isnan(step(optimizer, [1.0, math.nan], 0.1))
-    assert network.weight.tolist() == [[1.0, 2.0]] and optimizer.updates == 0
+def test_a_gradient_that_is_not_finite_moves_no_weight():
+    """Symptom: one nan, and Adam's moments are nan for ever. Guard: the norm says so, and nothing has changed."""
+    model = one_parameter([1.0, 2.0])
+    optimizer = ShardedAdamW(model, Config())
+    assert math.isnan(take_step(optimizer, [1.0, math.nan], 0.1))
+    assert model.weight.tolist() == [[1.0, 2.0]] and optimizer.updates == 0
+    assert optimizer.mean.tolist() == optimizer.square.tolist() == [0.0, 0.0]
 
 
 def test_which_gradient_was_not_finite_is_said(monkeypatch):
-    network, _ = model.tiny([*"abcdefghijklmnopqrst"], seed=1)
-    policy = train.Policy(("A",), network, train.ShardedAdamW(network, Config()))
-    samples = make_batch()
-    samples[0].action.logprobs = [math.nan] * len(samples[0].action.ids)
+    """The run stops with the step and the agent."""
+    policy = make_policy(Config())
+    scored = make_batch()
+    scored[0].action.logprobs = [math.nan] * len(scored[0].action.ids)
     monkeypatch.setattr(train, "set_advantages", lambda *_: None)
-    with pytest.raises(train.RunError, match="step 7: a gradient of A is not finite"):
-        train.update(policy, network, samples, 6, Config())
+    with pytest.raises(RunError, match="step 7: a gradient of A is not finite"):
+        train.update(policy, policy.model, scored, 7, Config())
 
 
 def test_learning_rate_by_hand():
-    """Official cosine climbs back after its end. lr 1, 10 steps, 2 of warm-up, final 0.1: half, full, then the cosine."""
-    c = Config(lr=1.0, lr_warmup=0.2, lr_final=0.1)
-    rates = [train.learning_rate(u, 10, c) for u in range(30)]
+    """Symptom in the official code: the cosine climbs back after its end.
+
+    lr 1, 10 optimizer steps, 2 of warm-up, final 0.1: half, full, then the cosine, and 0.1 ever after.
+    """
+    config = Config(lr=1.0, lr_warmup=0.2, lr_final=0.1)
+    rates = [train.learning_rate(update, 10, config) for update in range(30)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[4] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 0.25)) / 2)
     assert rates[10:] == [pytest.approx(0.1)] * 20
     assert train.learning_rate(0, 1, Config(lr=1.0)) == 1.0
 
 
-# ---- Data order, configuration -------------------------------------------------------------------------------------------------
+def test_the_schedule_goes_by_the_step_alone(monkeypatch):
+    """With two optimizer steps a rollout, the second of step 3 has the rate of number 5 (from 0) of 20.
+
+    This is so whether or not any was skipped for want of actions: nothing needs to be remembered to resume.
+    """
+    monkeypatch.setattr(train, "set_kl", lambda *_: None)
+    config = Config(steps=10, problems=4, samples=2, train_batch=4)
+    scored = [scored_action(1.0, [0.0], weight=0.0)]
+    metrics = train.update(Policy(("A",), None, None), None, scored, 3, config)
+    assert metrics["A"]["lr"] == train.learning_rate(5, 20, config)
+    assert metrics["A"]["grad_norm"] == 0.0
+
+
+# ---- Data order, configuration -------------------------------------------------------------------
 
 
 def test_the_order_of_problems_is_a_function_of_seed_and_step():
-    """FAULT 29. Symptom: a resumed run repeats or skips problems. Guard: nothing to remember; every pass takes each
-    problem once, in another order."""
+    """Symptom: a resumed run repeats or skips problems.
+
+    Guard: there is nothing to remember. Every pass takes each problem once, in another order.
+    """
     problems = [Problem(str(i), "q") for i in range(12)]
-    first = [train.problems_of_step(problems, step, 4, seed=0) for step in range(6)]
-    by_number = lambda part: sorted(sum(part, []), key=lambda problem: int(problem.id))
-    assert by_number(first[:3]) == problems == by_number(first[3:])
-    assert first[:3] != first[3:] and first[4] == train.problems_of_step(problems, 4, 4, seed=0)
-    assert first != [train.problems_of_step(problems, step, 4, seed=1) for step in range(6)]
+
+    def steps(seed):
+        return [train.problems_of_step(problems, step, 4, seed) for step in range(1, 7)]
+
+    def sorted_pass(pass_steps):
+        taken = [problem for part in pass_steps for problem in part]
+        return sorted(taken, key=problems.index)
+
+    parts = steps(seed=0)
+    assert sorted_pass(parts[:3]) == problems == sorted_pass(parts[3:])
+    assert parts[:3] != parts[3:]
+    assert parts[4] == train.problems_of_step(problems, 5, 4, seed=0)
+    assert parts != steps(seed=1)
 
 
 def test_every_step_holds_both_kinds_of_data_tasks():
-    """Stratified batches: 34 regressions and 30 classifications, 16 a step, never 16 of a kind or an odd mixture."""
-    tables = {kind: Table(kind, "id", ("y",), b"", b"", b"") for kind in ("regression", "classification")}
-    problems = [Problem(str(i), "q", table=tables["regression" if i < 34 else "classification"]) for i in range(64)]
-    for step in range(8):
+    """Stratified batches: of 34 regressions and 30 classifications, 16 a step hold 8 or 9 regressions."""
+    kinds = ["regression"] * 34 + ["classification"] * 30
+    problems = [Problem(str(i), "q", kind=kind) for i, kind in enumerate(kinds)]
+    for step in range(1, 9):
         batch = train.problems_of_step(problems, step, 16, seed=0)
-        assert len(set(batch)) == 16 and 8 <= sum(p.table.kind == "regression" for p in batch) <= 9
+        assert len(set(batch)) == 16
+        assert 8 <= sum(problem.kind == "regression" for problem in batch) <= 9
 
 
 @pytest.mark.parametrize(
@@ -315,92 +421,163 @@ def test_every_step_holds_both_kinds_of_data_tasks():
     [
         (["--pipeline", "chess"], "no preset or pipeline 'chess'"),
         (["--preset", "chess"], "no preset or pipeline 'chess'"),
+        (["--preset", "tables", "--pipeline", "chess"], "no pipeline 'chess'"),
         (["--steps", "0"], "--steps must be over 0, not 0"),
+        (["--steps", "many"], "invalid int value: 'many'"),
         (["--lr", "nan"], "--lr must be over 0"),
         (["--beta", "-1"], "--beta must be 0 or more"),
         (["--max-failures", "3"], "--max-failures must be in 0 to 1"),
+        (["--reward", "money"], "invalid choice: 'money'"),
+        (["--rewards"], "unrecognized arguments: --rewards"),
         (["--advantage", "grpo", "--samples", "1"], "compares samples"),
         (["--pipeline", "mathchat"], "needs a model"),
+        (["--pipeline", "mathchat", "--model", "m"], "needs problems"),
+        (["--train", "file.json"], "the rules coach knows a miniature's own problems only"),
+        (["--judge", "api"], "--judge api needs --judge-url and --judge-model"),
         (["--resume", "--out", "no/such/run"], "is not a run folder"),
     ],
 )
 def test_bad_options_are_one_sentence(options, message):
+    """Whatever is wrong with the command line, the user reads one line about it."""
     with pytest.raises(InputError, match=message) as error:
         train.read_config(options)
     assert "\n" not in str(error.value)
 
 
 def test_every_field_of_the_config_is_an_option_with_help(capsys):
-    with pytest.raises(SystemExit):
+    """--help names every option, under one of the titles in Config."""
+    with pytest.raises(SystemExit) as ended:
         train.read_config(["--help"])
+    assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for f in train.fields(Config):
-        assert train.option(f.name) in shown
+    names = {field.name for field in train.fields(Config)}
+    assert all(train.option(name) in shown for name in names)
+    groups = train.option_groups()
+    assert {name for helps in groups.values() for name in helps} == names
+    assert all(f"{title}:" in shown for title in groups)
+
+
+def test_options_go_over_presets_and_these_over_defaults():
+    """A pipeline needs no preset: without one it starts from the defaults."""
     config = train.read_config(["--no-mask-truncated", "--share-weights", "--reward", "mixed", "--adam-beta2", "0.9"])
-    assert (config.mask_truncated, config.share_weights, config.reward, config.adam_beta2) == (False, True, "mixed", 0.9)
+    assert (config.mask_truncated, config.share_weights) == (False, True)
+    assert (config.reward, config.adam_beta2) == ("mixed", 0.9)
+    assert set(train.PRESETS) <= set(agents.PIPELINES)
+
+    assert ARITHMETIC.name not in train.PRESETS
+    out = os.path.join("runs", "arithmetic")
+    assert train.read_config([]) == Config(preset="arithmetic", pipeline="arithmetic", out=out)
+
+    config = train.read_config(["--pipeline", "tables", "--lr", "1"])
+    assert (config.preset, config.pipeline, config.lr) == ("tables", "tables", 1.0)
+    assert config.steps == train.PRESETS["tables"]["steps"] != Config.steps
 
 
 def test_the_mathchat_preset_has_the_papers_numbers():
     """32 problems x 2 samples, 16 episodes an optimizer step, 128 rollouts, and the schedule of the paper."""
-    c = Config(**train.PRESETS["mathchat"])
-    assert (c.problems, c.samples, c.train_batch, c.steps, c.lr, c.beta, c.clip) == (32, 2, 16, 128, 1e-6, 0.01, 0.2)
-    assert (c.adam_beta1, c.adam_beta2, c.weight_decay, c.max_grad_norm, c.lr_warmup, c.lr_final) == (
-        0.9, 0.95, 0.0, 1.0, 0.03, 0.1)  # fmt: skip
-    assert (c.max_new_tokens, c.max_context_tokens, c.temperature, c.mask_truncated) == (4096, 24_576, 1.0, True)
+    config = Config(**train.PRESETS["mathchat"])
+    assert (config.problems, config.samples, config.train_batch, config.steps) == (32, 2, 16, 128)
+    assert (config.lr, config.lr_warmup, config.lr_final) == (1e-6, 0.03, 0.1)
+    assert (config.beta, config.clip, config.max_grad_norm) == (0.01, 0.2, 1.0)
+    assert (config.adam_beta1, config.adam_beta2, config.weight_decay) == (0.9, 0.95, 0.0)
+    assert (config.max_new_tokens, config.max_context_tokens) == (4096, 24_576)
+    assert (config.temperature, config.mask_truncated) == (1.0, True)
 
 
-# ---- Files ---------------------------------------------------------------------------------------------------------------------
+# ---- Files and metrics ---------------------------------------------------------------------------
 
 
 def test_logs_are_cut_at_the_checkpoint(tmp_path):
-    """FAULT 29: lines written after the last checkpoint would appear twice; the last one may be torn."""
+    """Symptom: after a crash the steps since the last checkpoint appear twice, or the log ends in half a line.
+
+    Guard: the run that goes on drops these lines, which it will write again.
+    """
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2, 3)) + '{"step": 4, "accu')
+    whole = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
+    path.write_text("".join(whole) + '{"step": 4, "accu')
     train.cut_log(str(path), 2)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    assert path.read_text() == "".join(whole[:2])
 
 
-@pytest.mark.parametrize("moment", ["shards", "rename", "latest"])
+def saved_policies(folder):
+    """(policies, tokenizer), whose first checkpoint is in the folder."""
+    model, tokenizer = tiny(["a"])
+    policies = [Policy(("A",), model, ShardedAdamW(model, Config()))]
+    train.save_checkpoint(str(folder), 1, policies, tokenizer)
+    return policies, tokenizer
+
+
+@pytest.mark.parametrize("moment", ["before the weights", "before the new name", "before `latest`"])
 def test_a_crash_while_saving_leaves_the_last_checkpoint(tmp_path, monkeypatch, moment):
-    """FAULT 30. Symptom: a run cannot resume: its only checkpoint is half written. Guard: written beside, renamed,
-    `latest` last; whichever step the crash comes before, the earlier checkpoint is found and loads."""
-    network, tokenizer = model.tiny(["a"])
-    policies = [train.Policy(("A",), network, train.ShardedAdamW(network, Config()))]
-    train.save_checkpoint(str(tmp_path), 1, policies, tokenizer)
+    """Symptom: a run cannot resume, for its only checkpoint is half written.
+
+    Guard: it is written beside the last one, then renamed, and `latest` is changed after that. Whichever step the crash
+    comes before, the earlier checkpoint is found and loads; and what the crash left is in nobody's way.
+    """
+    policies, tokenizer = saved_policies(tmp_path)
     saved = policies[0].optimizer.master.clone()
     policies[0].optimizer.master += 1.0
+    write_atomically = train.write_atomically
 
-    def crash(*args, **kwargs):
+    def crash(*_):
         raise KeyboardInterrupt
 
-    if moment == "latest":
-        original = train.write_atomically
-        monkeypatch.setattr(train, "write_atomically", lambda p, t: crash() if p.endswith("latest") else original(p, t))
+    def crash_at_latest(path, text):
+        if path.endswith("latest"):
+            crash()
+        write_atomically(path, text)
+
+    if moment == "before the weights":
+        monkeypatch.setattr(train, "save", crash)
+    elif moment == "before the new name":
+        monkeypatch.setattr(os, "rename", crash)
     else:
-        monkeypatch.setattr(*{"shards": (model, "save"), "rename": (os, "rename")}[moment], crash)
+        monkeypatch.setattr(train, "write_atomically", crash_at_latest)
     with pytest.raises(KeyboardInterrupt):
         train.save_checkpoint(str(tmp_path), 2, policies, tokenizer)
     monkeypatch.undo()
+
     assert train.load_checkpoint(str(tmp_path), policies) == 1
     assert torch.equal(policies[0].optimizer.master, saved)
-    train.save_checkpoint(str(tmp_path), 2, policies, tokenizer)  # and what the crash left is in nobody's way
+    train.save_checkpoint(str(tmp_path), 2, policies, tokenizer)
     assert train.load_checkpoint(str(tmp_path), policies) == 2
 
 
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
-    network, tokenizer = model.tiny(["a"])
-    policies = [train.Policy(("A",), network, train.ShardedAdamW(network, Config()))]
-    train.save_checkpoint(str(tmp_path), 1, policies, tokenizer)
+    """The sentence says which checkpoint cannot be read."""
+    policies, _ = saved_policies(tmp_path)
     (tmp_path / "step_000001" / "optimizer" / "A-0-of-1.safetensors").write_bytes(b"rubbish")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="step_000001 cannot be read"):
         train.load_checkpoint(str(tmp_path), policies)
 
 
-def test_mismatch_shows_a_sampler_that_disagrees_with_the_scorer():
-    """FAULT 11: the first optimizer step of every rollout compares both sides; a stale or foreign log-probability shows."""
-    rows = [(0, 3, 0.3, dict(entropy=1.0, clipped=0, ratio=1.5, off=0.405)), (1, 3, 0.0, dict(entropy=2.0, clipped=3, ratio=9.0, off=2.2)),
-            (0, 2, -0.1, None)]  # fmt: skip
-    m = train.agent_metrics(rows)
-    assert m["mismatch"] == 0.405 and m["ratio_max"] == 9.0
-    assert m["kl"] == pytest.approx(0.2 / 8) and m["entropy"] == 0.5 and m["clip_fraction"] == 0.5
-    assert judge.Failure("a", "b") != judge.Verdict(1, "")
+def test_metrics_of_an_agent_by_hand():
+    """Three actions of 3, 3 and 2 tokens, the last one left out of the update: it counts in the KL alone.
+
+    kl = (0.3 + 0 - 0.2) / 8, entropy = (1 + 2) / 6, clipped = (0 + 3) / 6. The mismatch is that of the rollout's first
+    optimizer step, before any weight has moved: there a stale or foreign log-probability shows.
+    """
+    first = scored_action(0.0, [0.1, 0.1, 0.1], batch=0)
+    first.entropy, first.clipped, first.largest_ratio, first.largest_difference = 1.0, 0, 1.5, 0.405
+    second = scored_action(0.0, [0.0, 0.0, 0.0], batch=1)
+    second.entropy, second.clipped, second.largest_ratio, second.largest_difference = 2.0, 3, 9.0, 2.2
+    left_out = scored_action(0.0, [-0.1, -0.1], weight=0.0, batch=0)
+    assert train.agent_metrics([first, second, left_out]) == pytest.approx(
+        dict(kl=0.1 / 8, entropy=0.5, ratio_max=9.0, clip_fraction=0.5, mismatch=0.405)
+    )
+
+
+def test_a_scorer_that_disagrees_with_the_sampler_shows():
+    """Symptom: a stale or foreign sampler goes unnoticed, and updates are clipped away.
+
+    Guard: log-probabilities that are 0.5 nats off before any weight moved are a mismatch of 0.5 in the metrics.
+    """
+    policy = make_policy(Config())
+    scored = make_batch()
+    for s in scored:
+        logprobs, _ = token_logprobs(policy.model, [s.action.context_ids], [s.action.ids])
+        s.action.logprobs = (logprobs.detach() - 0.5).tolist()
+    metrics = train.update(policy, policy.model, scored, 1, Config(problems=3, samples=2))["A"]
+    assert metrics["mismatch"] == pytest.approx(0.5, abs=1e-4)
+    assert metrics["ratio_max"] == pytest.approx(math.exp(0.5), rel=1e-4)
+    assert metrics["clip_fraction"] == 1.0
