@@ -17,22 +17,21 @@ See the prompts:  python -c "import agents; agents.show_prompts('arithmetic')"  
 import atexit
 import csv
 import ctypes
-import errno
+import fcntl
 import gc
 import glob
 import hashlib
 import importlib.util
+import itertools
 import json
 import linecache
 import math
 import os
-import platform
 import queue
 import random
 import re
 import resource
 import select
-import shutil
 import signal
 import socket
 import stat
@@ -1037,7 +1036,6 @@ def subset(problems, count, seed):
 #     its user can.
 
 LINUX = sys.platform == "linux"
-NOBODY = 65534  # the user and group that programs become where the trainer is root
 LOOK_EVERY = 0.2  # seconds between two looks of the supervisor at processes, memory and disk
 GRACE = 60.0  # seconds after its time limit at which a run without a report counts as our failure
 
@@ -1086,10 +1084,12 @@ class Sandbox:
     output and disk, and protects nothing. `preload` names modules that the zygote imports once for all:
     a fork with pandas takes 25 ms, importing it 300. `cores` are the processors to use, by default all
     that this process may use. The other arguments are the fields of Limits. Raises InputError where the
-    level cannot be had.
+    level is unknown or cannot be had.
     """
 
     def __init__(self, level="landlock", preload=(), cores=None, **limits):
+        if level not in ("landlock", "limits"):
+            raise InputError(f"there is no sandbox level {level!r}; known are landlock and limits")
         self.level = level
         self.preload = preload
         self.limits = Limits(**limits)
@@ -1097,8 +1097,8 @@ class Sandbox:
         self.workspaces = set()  # the paths of the workspaces that exist
         self.lock = threading.Lock()  # guards the next three
         self.closed = False
-        self.process = None  # the zygote: the first run starts it, and a later one does so again if it was killed
-        self.line = None  # the socket to it
+        # The zygote and the socket to it: the first run starts it, and a later one does so again if it was killed.
+        self.process = self.line = None
         self.cores = queue.SimpleQueue()  # who holds a core has the right to run a program
         allowed = sorted(os.sched_getaffinity(0)) if LINUX else range(os.cpu_count())
         for core in cores or allowed:
@@ -1118,6 +1118,7 @@ class Sandbox:
             job = dict(code=code, workspace=workspace, level=self.level, user=self.user, limits=limits, core=core)
             with suppress(SandboxError, OSError):  # our failure says nothing about the program: run it again
                 return self._attempt(job)
+            time.sleep(1)  # a zygote that was killed needs a moment to end: only then is another one started
             return self._attempt(job)
         except OSError as error:
             raise SandboxError(f"the line to the sandbox broke: {error}") from error
@@ -1125,15 +1126,18 @@ class Sandbox:
             self.cores.put(core)  # also after Ctrl-C: a core that is not given back is lost for the whole training
 
     def make_workspace(self, files=None):
-        """Make a new private folder with copies of these files (name -> bytes, or a Path), and return its path."""
-        workspace = os.path.realpath(tempfile.mkdtemp(prefix="workspace-"))
-        self.workspaces.add(workspace)
-        for name, data in (files or {}).items():
-            target = Path(workspace, name)
-            if isinstance(data, Path):
-                shutil.copyfile(data, target)  # not a link: the program may write into the file
-            else:
-                target.write_bytes(data)
+        """Make a new private folder with copies of these files (name -> bytes, or a Path), and return its path.
+
+        Raises SandboxError if that fails, for instance because the disk is full.
+        """
+        try:
+            workspace = os.path.realpath(tempfile.mkdtemp(prefix="workspace-"))
+            self.workspaces.add(workspace)
+            for name, data in (files or {}).items():
+                # A copy, not a link: the program may write into the file.
+                Path(workspace, name).write_bytes(data.read_bytes() if isinstance(data, Path) else data)
+        except OSError as error:
+            raise SandboxError(f"no room for a workspace in {tempfile.gettempdir()}: {error}") from error
         if self.user is not None:
             for path in (workspace, *Path(workspace).iterdir()):
                 os.chown(path, self.user, self.user)
@@ -1143,14 +1147,19 @@ class Sandbox:
         """Return a tuple of a FileEntry for each plain file in the folder, sorted by name.
 
         The list goes into prompts: it holds only names that can be printed, cut to 100 characters. Only
-        the first 50 entries can have a shape.
+        the first 50 entries can have a shape, and only while no more than 32 MB have been read for shapes.
         """
         found = []
+        budget = 32 << 20  # bytes: an action may leave 50 files of 64 MB that take no room on the disk
         with suppress(OSError):  # a program may have locked or removed the folder
             for entry in sorted(os.scandir(workspace), key=lambda entry: entry.name):
                 if entry.is_file(follow_symlinks=False) and entry.name.isprintable():
-                    shape = self._csv_shape(workspace, entry.name) if len(found) < 50 else ""
-                    found.append(FileEntry(entry.name[:100], entry.stat().st_size, shape))
+                    size = entry.stat(follow_symlinks=False).st_size
+                    shape = ""
+                    if entry.name.endswith(".csv") and len(found) < 50 and size <= budget:
+                        shape = self._csv_shape(workspace, entry.name)
+                        budget -= size
+                    found.append(FileEntry(entry.name[:100], size, shape))
         return tuple(found)
 
     @staticmethod
@@ -1203,17 +1212,14 @@ class Sandbox:
         self.close()
 
     def _choose_user(self):
-        """Return NOBODY if the trainer is root and nobody can reach this Python and the workspaces, else None."""
+        """Return the id of the user nobody if the trainer is root and nobody can reach Python and /tmp, else None."""
         if self.level == "limits" or os.geteuid() != 0:
             return None
         # Where Python lies below a closed home, imports would fail in the middle of programs that are
         # nobody. There programs stay root, but without root's powers.
-        for path in (sys.prefix, sys.base_prefix, tempfile.gettempdir()):
-            place = Path(path).resolve()
-            for folder in (place, *place.parents):
-                if not folder.stat().st_mode & stat.S_IXOTH:
-                    return None
-        return NOBODY
+        places = [Path(path).resolve() for path in (sys.prefix, sys.base_prefix, tempfile.gettempdir())]
+        folders = [folder for place in places for folder in (place, *place.parents)]
+        return 65534 if all(folder.stat().st_mode & stat.S_IXOTH for folder in folders) else None
 
     def _probe(self):
         """Find out, once and for all, whether the level holds here: a program tries what it must not do."""
@@ -1230,9 +1236,21 @@ class Sandbox:
     def _attempt(self, job):
         """Try once to run a job. Every failure that is not the program's is a SandboxError or an OSError."""
         control, theirs = socket.socketpair()
-        with control, theirs:
-            self._send_to_zygote(theirs)
-            theirs.close()
+        with control:
+            # Send the other end to the zygote. If there is none, start it first: this file, as a script,
+            # away from the trainer's environment, terminal and process group.
+            with theirs, self.lock:
+                if self.closed:
+                    raise SandboxError("the sandbox is closed")
+                if self.process is None or self.process.poll() is not None:
+                    self.line, end = socket.socketpair()
+                    command = [sys.executable, "-I", "-B", "-X", "utf8", __file__, str(end.fileno()), *self.preload]
+                    away = dict(env=ENVIRONMENT, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True)
+                    with end:
+                        self.process = subprocess.Popen(command, pass_fds=[end.fileno()], **away)
+                socket.send_fds(self.line, [b"."], [theirs.fileno()])
+
+            # Talk to the supervisor.
             control.settimeout(job["limits"]["timeout"] + GRACE)
             try:
                 control.sendall(json.dumps(job).encode() + b"\n")
@@ -1243,48 +1261,29 @@ class Sandbox:
                 with suppress(OSError):
                     control.shutdown(socket.SHUT_WR)
                     control.makefile("rb").read()
-        if not line:
-            raise SandboxError("the supervisor of a run was killed")
-        report = json.loads(line)
-        if report["status"] == "sandbox":
-            raise SandboxError(report["output"])
-        return Result(**report)
 
-    def _send_to_zygote(self, end):
-        """Send one end of a run's socket to the zygote, and start the zygote first if there is none."""
-        with self.lock:
-            if self.closed:
-                raise SandboxError("the sandbox is closed")
-            if self.process is None or self.process.poll() is not None:
-                self._start_zygote()
-            socket.send_fds(self.line, [b"."], [end.fileno()])
-
-    def _start_zygote(self):
-        """Start this file as a script, away from the trainer's environment, terminal and process group."""
-        self.line, end = socket.socketpair()
-        command = [sys.executable, "-I", "-B", "-X", "utf8", __file__, str(end.fileno()), *self.preload]
-        away = dict(env=ENVIRONMENT, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True)
-        with end:
-            self.process = subprocess.Popen(command, pass_fds=[end.fileno()], **away)
+        try:
+            result = Result(**json.loads(line))
+        except (ValueError, TypeError) as error:  # the line is empty or broken off
+            raise SandboxError("the supervisor of a run was killed") from error
+        if result.status == "sandbox":
+            raise SandboxError(result.output)
+        return result
 
     def _csv_shape(self, workspace, name):
-        """Return "rows x columns" of a CSV file, its header not counted, or "" for what is no such file.
+        """Return "rows x columns" of a CSV file, its header not counted, or "" if that cannot be told.
 
-        Rows are line ends, and columns are those of the first line: the rest is never parsed.
+        Rows are line ends, and columns are those in the first 100,000 bytes of the first line: the rest
+        is never parsed.
         """
-        if not name.endswith(".csv"):
-            return ""
-        try:
+        with suppress(OSError, csv.Error):
             data = self.read(workspace, name)
-        except OSError:
-            return ""
-        if not data:
-            return ""
-        # The csv module raises an error for a field of more than 131,072 characters.
-        header = data.split(b"\n", 1)[0].decode("utf-8", "replace")[:100_000]
-        columns = len(next(csv.reader([header]), []))
-        rows = data.rstrip().count(b"\n")
-        return f"{rows} x {columns}"
+            line_end = b"\n" if b"\n" in data else b"\r"  # a lone carriage return: a file of an old Mac
+            header = data[:100_000].split(line_end, 1)[0].decode("utf-8", "replace")
+            columns = len(next(csv.reader([header]), []))
+            rows = data.rstrip().count(line_end)
+            return f"{rows} x {columns}" if data else ""
+        return ""
 
 
 def open_without_following(path, flags):
@@ -1321,45 +1320,41 @@ def zygote(requests, preload):
 
 
 def supervise(control):
-    """In a fork of the zygote: do the job that the host sends, and send back a Result's fields. Never returns."""
+    """In a fork of the zygote: do the job that the host sends, and send back a Result. Never returns."""
     try:
+        # Take the job.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        report = do_job(control)
+        with open(control, "rb", closefd=False) as line:
+            job = json.loads(line.readline())
+        limits = Limits(**job["limits"])
+        if LINUX:
+            os.sched_setaffinity(0, [job["core"]])
+            kernel("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons become children of this process
+            Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, the kernel spares the trainer
+
+        # Start the program, watch it, and end all that is left of it.
+        # NOTE: output goes into a file. With a pipe, any process that inherited an end could put off its
+        # closing for ever.
+        started = time.monotonic()
+        with tempfile.TemporaryFile() as file:
+            log = file.fileno()
+            program = os.fork()
+            if program == 0:
+                run_program(job, limits, log)
+            status, code = watch(program, started, job["workspace"], limits, log, control)
+            seconds = time.monotonic() - started
+            end_all_below(-program)  # from here on the workspace is at rest
+            fcntl.fcntl(log, fcntl.F_SETFL, 0)  # its flags are the program's too: with O_DIRECT no read would succeed
+            output = kept_output(log, limits.output)
+        status = excess(job["workspace"], limits) or status  # what was taken since the last look counts too
+        report = Result(status, output, code, seconds)
     except BaseException as error:
         # Also in the process of a program that could not shut all doors: it comes here too, before us.
         end_all_below()
-        report = dict(status="sandbox", output=f"{type(error).__name__}: {error}")
+        report = Result("sandbox", f"{type(error).__name__}: {error}", None, 0.0)
     with suppress(OSError):
-        os.write(control, json.dumps(report).encode() + b"\n")
+        os.write(control, json.dumps(asdict(report)).encode() + b"\n")
     os._exit(1)
-
-
-def do_job(control):
-    """Start the program, watch it, end all that is left of it, and return a Result's fields."""
-    with open(control, "rb", closefd=False) as line:
-        job = json.loads(line.readline())
-    limits = Limits(**job["limits"])
-    if LINUX:
-        os.sched_setaffinity(0, [job["core"]])
-        kernel("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons become children of this process
-        Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, the kernel spares the trainer
-
-    # NOTE: output goes into a file. With a pipe, any process that inherited an end could put off its
-    # closing for ever.
-    started = time.monotonic()
-    with tempfile.TemporaryFile() as file:
-        log = file.fileno()
-        program = os.fork()
-        if program == 0:
-            run_program(job, limits, log)
-        status, code = watch(program, started, job["workspace"], limits, log, control)
-        seconds = time.monotonic() - started
-        end_all_below(-program)  # from here on the workspace is at rest
-        output = kept_output(log, limits.output)
-
-    # What was taken since the last look counts too.
-    status = excess(job["workspace"], limits) or status
-    return dict(status=status, output=output, code=code, seconds=seconds)
 
 
 def watch(program, started, workspace, limits, log, control):
@@ -1367,13 +1362,14 @@ def watch(program, started, workspace, limits, log, control):
     next_look = started + LOOK_EVERY
     pause = 0.001
     while True:  # NOTE: no alarm signal: its handler could raise an exception in the middle of the report
-        size = os.fstat(log).st_size
         now = time.monotonic()
         code = bury_children(program)
-        if size > limits.flood:
+        if os.fstat(log).st_size > limits.flood:
             return "flood", None
+        if code == 0:
+            return "ok", code
         if code is not None:
-            return ending(code), code
+            return "error" if code > 0 else "killed", code
         if now >= started + limits.timeout:
             return "timeout", None
         if now >= next_look:
@@ -1399,64 +1395,39 @@ def bury_children(program):
             return None
 
 
-def ending(code):
-    """Return the status of a program that ended with this exit code."""
-    if code == 0:
-        return "ok"
-    return "error" if code > 0 else "killed"
-
-
 def kept_output(log, most):
     """Return the first and the last half of `most` bytes of the output, as text. The middle is only counted."""
     size = os.fstat(log).st_size
     half = most // 2
-    cut = size - 2 * half
-    kept = os.pread(log, half, 0)
-    if cut > 0:
-        kept += f"\n... {cut} bytes cut ...\n".encode()
-    kept += os.pread(log, half, max(half, size - half))
+    middle = f"\n... {size - 2 * half} bytes cut ...\n".encode() if size > 2 * half else b""
+    kept = os.pread(log, half, 0) + middle + os.pread(log, half, max(half, size - half))
     return kept.decode("utf-8", "replace")
 
 
 def excess(workspace, limits):
     """Return the name of a limit that the run as a whole is over (processes, memory or disk), or None."""
+    # The memory that its processes hold, and what they have written since they started, in bytes.
     below = descendants(os.getpid())
-    memory, written = used_by(below)
-    if len(below) > limits.processes:
-        return "processes"
-    if memory > limits.memory:
-        return "memory"
-    # What was written is counted too, for open files without a name are seen nowhere else.
-    if is_full(workspace, limits) or written > 4 * limits.disk:
-        return "disk"
-    return None
-
-
-def used_by(pids):
-    """Return the memory that these processes hold and what they have written since they started, both in bytes."""
-    memory = 0
-    written = 0
-    for pid in pids:
+    memory = written = 0
+    for pid in below:
         with suppress(OSError):  # it has ended meanwhile
-            pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
-            memory += int(pages) * resource.getpagesize()
+            memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
             counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
             # wchar misses what is written through mmap; write_bytes misses what is written to a tmpfs.
             written += max(int(counts["wchar"]), int(counts["write_bytes"]))
-    return memory, written
+
+    # What was written is counted too, for open files without a name are seen nowhere else.
+    over = dict(processes=len(below) > limits.processes, memory=memory > limits.memory)
+    over["disk"] = written > 4 * limits.disk or is_full(workspace, limits)
+    return next((name for name in over if over[name]), None)
 
 
 def is_full(workspace, limits):
     """Is a workspace over its limits of bytes or files? One that cannot be searched may hide files: it is full too."""
-    size = 0
-    try:
-        for count, found in enumerate(stats_below(workspace), start=1):
-            size += found.st_blocks * 512
-            if size > limits.disk or count > limits.files:
-                return True
-    except OSError:  # a path that is too long to follow, a folder that may not be listed
-        return True
-    return False
+    with suppress(OSError):  # a path that is too long to follow, a folder that may not be listed
+        sizes = [found.st_blocks * 512 for found in itertools.islice(stats_below(workspace), limits.files + 1)]
+        return len(sizes) > limits.files or sum(sizes) > limits.disk
+    return True
 
 
 def stats_below(folder):
@@ -1513,8 +1484,13 @@ def run_program(job, limits, log):
     os.dup2(log, 1)
     os.dup2(log, 2)
 
+    # Set the kernel's limits of a single process. (Not of NPROC: it counts all threads of the user, the trainer's too.)
+    most = dict(CPU=int(limits.timeout) + 5, AS=limits.memory, FSIZE=limits.disk, NOFILE=256, CORE=0)
+    for kind, value in most.items():
+        with suppress(ValueError, OSError):  # a lower one may hold already, and macOS does not take that of memory
+            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (value, value))
+
     # Shut the doors. A door that does not shut is an exception, which supervise() reports to the host.
-    set_limits(limits)
     if job["level"] != "limits":
         lock_down(workspace, job["user"])
     elif os.geteuid() == 0:
@@ -1522,51 +1498,33 @@ def run_program(job, limits, log):
     os.closerange(3, 65536)  # also the line to the host: nothing that is said from here on is believed
 
     # Execute.
-    out, errors = set_streams()
-    main = set_modules(workspace)
-    exit_code = execute(job["code"], main.__dict__, errors)
-    end_interpreter(main, out)
+    renew_interpreter(workspace)
+    main, out = sys.modules["__main__"], sys.stdout  # the program may put others in their places
+    exit_code = execute(job["code"], main.__dict__, sys.stderr)
+
+    # Do what the interpreter does at its end, for os._exit does none of it.
+    with suppress(BaseException):
+        threading._shutdown()  # waits for threads
+        atexit._run_exitfuncs()
+        main.__dict__.clear()  # files that are still open get closed: else what was written last is lost
+        gc.collect()
+        out.flush()
     os._exit(exit_code & 255)
 
 
-def set_limits(limits):
-    """Set the kernel's limits of a single process."""
-    most = {
-        resource.RLIMIT_CPU: int(limits.timeout) + 5,
-        resource.RLIMIT_AS: limits.memory,
-        resource.RLIMIT_FSIZE: limits.disk,
-        resource.RLIMIT_NOFILE: 256,
-        resource.RLIMIT_CORE: 0,
-        # Not RLIMIT_NPROC: it counts all threads of the user, the trainer's too.
-    }
-    for kind, value in most.items():
-        with suppress(ValueError, OSError):  # a lower one may hold already, and macOS does not take that of memory
-            resource.setrlimit(kind, (value, value))
-
-
-def set_streams():
-    """Give the interpreter new streams, and return those of standard output and standard error.
-
-    They are written line by line, so that what was printed before a kill is kept. Characters that
-    UTF-8 cannot hold are replaced.
-    """
+def renew_interpreter(workspace):
+    """Make the streams and modules look as in a new interpreter."""
+    # Written line by line, so that what was printed before a kill is kept. Characters that UTF-8 cannot
+    # hold are replaced.
     how = dict(mode="w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    out = open(1, **how)  # noqa: SIM115
-    errors = open(2, **how)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = out
-    sys.stderr = sys.__stderr__ = errors
-    return out, errors
-
-
-def set_modules(workspace):
-    """Make the imported modules look as in a new interpreter, and return a new module __main__."""
-    os.environ["HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = workspace
+    sys.stdout = sys.__stdout__ = open(1, **how)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, **how)  # noqa: SIM115
     sys.argv = [""]
     sys.path.append(workspace)  # last: a pandas.py in the workspace shadows nothing
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    os.environ["HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = workspace
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # else every fork draws the same numbers
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    return main
 
 
 def execute(code, namespace, errors):
@@ -1575,46 +1533,44 @@ def execute(code, namespace, errors):
     linecache.cache["<action>"] = (0, None, code.splitlines(True), "<action>")
     try:
         exec(compile(code, "<action>", "exec", dont_inherit=True), namespace)
+        return 0
     except SystemExit as stop:
-        if stop.code is None:
-            return 0
-        if isinstance(stop.code, int):
-            return stop.code
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
         print(stop.code, file=errors)
-        return 1
     except BaseException as error:
         traceback.print_exception(type(error), error, error.__traceback__.tb_next, file=errors)  # without our frame
-        return 1
-    return 0
-
-
-def end_interpreter(main, out):
-    """Do what the interpreter does at its end, for os._exit does none of it."""
-    with suppress(BaseException):
-        threading._shutdown()  # waits for threads
-        atexit._run_exitfuncs()
-        main.__dict__.clear()  # files that are still open get closed: else what was written last is lost
-        gc.collect()
-        out.flush()
+    return 1
 
 
 # ---- How a program gives up what it does not need --------------------------------------------------------------------
 
 
 def lock_down(workspace, user):
-    """Give up for good what a program does not need. Any failure is an exception: then it must not run."""
-    machine = MACHINES[f"{sys.platform} {platform.machine()}"]  # a KeyError elsewhere: no step is skipped in silence
+    """Become this user (None: stay the present one), and give up for good what a program does not need.
+
+    Any failure is an exception: then the program must not run.
+    """
+    column = MACHINES.index(f"{sys.platform} {os.uname().machine}")  # an error elsewhere: no step is skipped in silence
     kernel("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # neither setuid files nor exec give any rights back
-    version = kernel("syscall", LANDLOCK_CREATE, None, 0, LANDLOCK_ASK_VERSION)
+    version = kernel("syscall", LANDLOCK_CREATE, None, 0, 1)  # 1: asks for the version of Landlock
     give_up_files(workspace, version)
-    give_up_rights(user)
-    give_up_calls(machine, version)
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    # All three sets of capabilities are empty, in the layout of version 3.
+    kernel("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
+    kernel("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # changing the user took /proc/self away
+    # Die with the supervisor. Only now, for changing the user clears this.
+    kernel("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    give_up_calls(column, version)
 
 
 def give_up_files(workspace, version):
     """With Landlock: leave the workspace, some places to read, some devices, and no way to processes outside."""
     # What the rules are about. A kernel refuses features that its version of Landlock does not know.
-    every = (1 << RIGHTS_OF_VERSION.get(version, 16)) - 1
+    every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1  # the rights on files that a version knows
     network = 3 if version >= 4 else 0  # TCP: bind and connect
     scopes = 3 if version >= 6 else 0  # abstract sockets, and signals, of processes outside
     features = struct.pack("3Q", every, network, scopes)
@@ -1622,60 +1578,37 @@ def give_up_files(workspace, version):
 
     # Exceptions to "nothing".
     places = dict.fromkeys([*READABLE, sys.prefix, sys.base_prefix], EXECUTE | READ_FILE | READ_DIR)
-    places.update(dict.fromkeys(DEVICES, READ_FILE | WRITE_FILE))
-    places[workspace] = every
+    places |= dict.fromkeys(DEVICES, READ_FILE | WRITE_FILE) | {workspace: every}
     for path, rights in places.items():
         if not os.path.isdir(path):
             rights &= EXECUTE | READ_FILE | WRITE_FILE  # on a file all other rights are errors
         with suppress(FileNotFoundError):  # no system has all of these places
             rule = struct.pack("=Qi", rights, os.open(path, os.O_PATH))
-            kernel("syscall", LANDLOCK_ADD_RULE, rules, LANDLOCK_PATH_BENEATH, rule, 0)
+            kernel("syscall", LANDLOCK_ADD_RULE, rules, 1, rule, 0)  # 1: for a path and all that is below it
     kernel("syscall", LANDLOCK_RESTRICT, rules, 0)
 
 
-def give_up_rights(user):
-    """Become this user (None: stay the present one), without capabilities."""
-    if user is not None:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
-    kernel("capset", struct.pack("Ii", CAPABILITY_LAYOUT, 0), bytes(24))  # all three sets are empty
-    kernel("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # changing the user took /proc/self away
-    # Die with the supervisor. Only now, for changing the user clears this.
-    kernel("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def give_up_calls(machine, version):
+def give_up_calls(column, version):
     """With seccomp: a filter that sees the machine, a system call's number, and its first argument."""
     # Calls in another machine's way have other numbers. On x86, the numbers from 2^30 on are all calls
     # once more.
-    steps = [
-        step(LOAD, MACHINE),
-        step(IF_EQUAL, machine.audit, skip_if=1),
-        step(RETURN, KILL),
-        step(LOAD, CALL_NUMBER),
-        step(IF_NOT_LESS, 1 << 30, skip_else=1),
-        step(RETURN, PERMISSION),
-    ]
+    steps = [step(LOAD, MACHINE), step(IF_EQUAL, AUDIT[column], skip_if=1), step(RETURN, KILL)]
+    steps += [step(LOAD, CALL_NUMBER), step(IF_NOT_LESS, 1 << 30, skip_else=1), step(RETURN, PERMISSION)]
 
     # Calls with a verdict of their own, whatever their arguments.
-    refused = dict(REFUSED)
-    if version < 6:
-        refused.update(SIGNALS)
-    if version < 3:
-        refused.update(TRUNCATE)
+    refused = REFUSED | (SIGNALS if version < 6 else {}) | (TRUNCATE if version < 3 else {})
     for calls, verdict in ((refused, PERMISSION), (PRETENDED, PRETEND), (UNKNOWN, NO_SUCH_CALL)):
         for numbers in calls.values():
-            steps += if_call(numbers[machine.column], verdict)
+            steps += if_call(numbers[column], verdict)
 
     # Calls that are refused because of their first argument.
     for numbers, test, value in REFUSED_IF.values():
-        steps += if_first_argument(numbers[machine.column], test, value, PERMISSION)
+        steps += if_first_argument(numbers[column], test, value, PERMISSION)
 
     steps += [step(RETURN, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(steps))
-    filter_program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
-    kernel("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filter_program, 0, 0)
+    # 2: a filter, which is given by its length and its address.
+    kernel("prctl", PR_SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)), 0, 0)
 
 
 def step(code, value, skip_if=0, skip_else=0):
@@ -1693,13 +1626,8 @@ def if_first_argument(number, test, value, verdict):
 
     If it does not pass, the call is allowed at once: the argument was loaded over the call's number.
     """
-    return [
-        step(IF_EQUAL, number, skip_else=4),
-        step(LOAD, FIRST_ARGUMENT),
-        step(test, value, skip_else=1),
-        step(RETURN, verdict),
-        step(RETURN, ALLOW),
-    ]
+    found = [step(IF_EQUAL, number, skip_else=4), step(LOAD, FIRST_ARGUMENT), step(test, value, skip_else=1)]
+    return [*found, step(RETURN, verdict), step(RETURN, ALLOW)]
 
 
 def kernel(name, *args):
@@ -1707,8 +1635,7 @@ def kernel(name, *args):
     as_long = [ctypes.c_long(value) if isinstance(value, int) else value for value in args]
     result = getattr(LIBC, name)(*as_long)
     if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name} {args[0]}: {os.strerror(number)}")
+        raise OSError(ctypes.get_errno(), f"{name} {args[0]}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
@@ -1717,90 +1644,57 @@ def kernel(name, *args):
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 # Options of prctl.
-PR_SET_PDEATHSIG = 1
-PR_SET_DUMPABLE = 4
-PR_SET_SECCOMP = 22
-PR_SET_CHILD_SUBREAPER = 36
-PR_SET_NO_NEW_PRIVS = 38
-SECCOMP_MODE_FILTER = 2  # of PR_SET_SECCOMP
-CAPABILITY_LAYOUT = 0x20080522  # of capset: version 3
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 
-# Landlock: system calls (with the same numbers on every machine), their options, and the first of its rights.
-LANDLOCK_CREATE = 444
-LANDLOCK_ADD_RULE = 445
-LANDLOCK_RESTRICT = 446
-LANDLOCK_ASK_VERSION = 1  # of LANDLOCK_CREATE
-LANDLOCK_PATH_BENEATH = 1  # of LANDLOCK_ADD_RULE
-EXECUTE = 1
-WRITE_FILE = 2
-READ_FILE = 4
-READ_DIR = 8
-RIGHTS_OF_VERSION = {1: 13, 2: 14, 3: 15, 4: 15}  # how many rights on files a version knows; later ones: 16
+# Landlock: system calls (with the same numbers on every machine), and the first of its rights.
+LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 
-# Steps of a seccomp filter.
-LOAD = 0x20
-IF_EQUAL = 0x15
-IF_NOT_LESS = 0x35
-IF_ANY_BIT = 0x45
-RETURN = 0x06
+# Steps of a seccomp filter, and what LOAD can load: places in the kernel's description of a call. The
+# first argument is its lower 32 bits.
+LOAD, IF_EQUAL, IF_NOT_LESS, IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+CALL_NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16
 
-# What LOAD can load: places in the kernel's description of a call.
-CALL_NUMBER = 0
-MACHINE = 4
-FIRST_ARGUMENT = 16  # its lower 32 bits
+# Verdicts of a seccomp filter. FAIL + number: the call is not done, and the program sees that error number
+# (1 is EPERM, 38 ENOSYS; 0 is no error, so that the call looks done).
+ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+PERMISSION, NO_SUCH_CALL, PRETEND = FAIL + 1, FAIL + 38, FAIL + 0
 
-# Verdicts of a seccomp filter. FAIL + number: the call is not done, and the program sees that error number.
-ALLOW = 0x7FFF0000
-KILL = 0x80000000
-FAIL = 0x00050000
-PERMISSION = FAIL + errno.EPERM
-PRETEND = FAIL + 0  # no error, so that it looks done
-NO_SUCH_CALL = FAIL + errno.ENOSYS
+# The machines, as sys.platform and os.uname().machine. Each pair of numbers in the tables below is for
+# these two, in this order.
+MACHINES = ["linux x86_64", "linux aarch64"]
+AUDIT = (0xC000003E, 0xC00000B7)  # by this number a filter knows the machine
 
-
-@dataclass(frozen=True)
-class Machine:
-    """A kind of processor."""
-
-    column: int  # in the tables of system calls below
-    audit: int  # the number by which a filter knows it
-
-
-MACHINES = {
-    # sys.platform and platform.machine()
-    "linux x86_64": Machine(column=0, audit=0xC000003E),
-    "linux aarch64": Machine(column=1, audit=0xC00000B7),
-}
-
-# System calls by name: (number on x86_64, number on aarch64).
+# Refused to every program: name of the call, its numbers on the two machines.
 REFUSED = {
-    # The network; io_uring makes calls that no filter sees.
+    # the network; io_uring makes calls that no filter sees
     "socket": (41, 198),
     "io_uring_setup": (425, 425),
-    # Ways into the memory and the open files of other processes.
+    # ways into the memory and the open files of other processes
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438),
-    # Watching files, which tells the names of those of others.
+    # watching files, which tells the names of those of others
     "inotify_add_watch": (254, 27),
     "fanotify_init": (300, 262),
-    # Priorities, also of other processes, and leaving the core.
+    # priorities, also of other processes, and leaving the core
     "setpriority": (141, 140),
     "sched_setattr": (314, 274),
     "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122),
-    # Other namespaces: in a new one of users a program has all capabilities again.
+    # other namespaces: in a new one of users a program has all capabilities again
     "setns": (308, 268),
     "unshare": (272, 97),
-    # Large parts of the kernel that programs do not need and in which many faults were found.
+    # large parts of the kernel that programs do not need and in which many faults were found
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
     "perf_event_open": (298, 241),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # Memory that no limit counts.
+    # memory that no limit counts
     "memfd_create": (319, 279),
     "shmget": (29, 194),
     "msgget": (68, 186),
@@ -1808,9 +1702,8 @@ REFUSED = {
     "mq_open": (240, 180),
 }
 
+# Refused before version 6 of Landlock, which confines signals. Until then a program can send none, even to itself.
 SIGNALS = {
-    # Refused before version 6 of Landlock, which confines signals. Until then a program can send none,
-    # even to itself.
     "kill": (62, 129),
     "tkill": (200, 130),
     "tgkill": (234, 131),
@@ -1819,59 +1712,30 @@ SIGNALS = {
     "rt_tgsigqueueinfo": (297, 240),
 }
 
-TRUNCATE = {
-    # Refused before version 3 of Landlock, which confines it.
-    "truncate": (76, 45)
-}
+# Refused before version 3 of Landlock, which confines it.
+TRUNCATE = {"truncate": (76, 45)}
 
+# Refused if their first argument passes a test: (numbers, test, value).
 REFUSED_IF = {
-    # Refused if their first argument passes a test: (numbers, test, value).
     "clone": ((56, 220), IF_ANY_BIT, 0x10000000),  # CLONE_NEWUSER, a new namespace of users: see unshare
     "prlimit64": ((302, 261), IF_ANY_BIT, 0xFFFFFFFF),  # limits of a process other than itself (0)
     "prctl": ((157, 167), IF_EQUAL, PR_SET_DUMPABLE),  # would hide what it writes from the supervisor
 }
 
-PRETENDED = {
-    # "Done", but not: shutil.copy must work, and the modes of files outside must stay as they are.
-    "chmod": (90, 53),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-}
+# "Done", but not: shutil.copy must work, and the modes of files outside must stay as they are.
+PRETENDED = {"chmod": (90, 53), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)}
 
-UNKNOWN = {
-    # "No such call": a filter cannot see the flags of clone3. Without it libc takes clone, whose flags it can see.
-    "clone3": (435, 435)
-}
+# "No such call": a filter cannot see the flags of clone3. Without it libc takes clone, whose flags it can see.
+UNKNOWN = {"clone3": (435, 435)}
 
-# What a program may read: Python, the system's libraries, and what these libraries ask for.
-READABLE = [
-    "/usr",
-    "/bin",
-    "/lib",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/etc/passwd",
-    "/proc/self",
-    "/proc/meminfo",
-    "/proc/cpuinfo",
-    "/sys/devices/system/cpu",
-    "/sys/fs/cgroup",  # for joblib
-]
+# What a program may read: Python, the system's libraries, and what these libraries ask for (joblib, for cgroups).
+READABLE = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd"]
+READABLE += ["/proc/self", "/proc/meminfo", "/proc/cpuinfo", "/sys/devices/system/cpu", "/sys/fs/cgroup"]
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
-# All that a program sees of the environment: the trainer's holds keys.
-ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin",
-    "LANG": "C.UTF-8",
-    "USER": "agent",
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "JOBLIB_MULTIPROCESSING": "0",  # joblib's semaphores would need /dev/shm
-}
+# All that a program sees of the environment: the trainer's holds keys. (Joblib's semaphores would need /dev/shm.)
+ENVIRONMENT = dict(PATH="/usr/bin:/bin", LANG="C.UTF-8", USER="agent", CUDA_VISIBLE_DEVICES="")
+ENVIRONMENT |= dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", JOBLIB_MULTIPROCESSING="0")
 
 # A program that tries what it must not do, and says so if it can.
 PROBE = """
@@ -1885,4 +1749,6 @@ with contextlib.suppress(PermissionError):
 """
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("agents.py is read, or imported; as a script it is the sandbox's server. Start with: python train.py")
     zygote(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

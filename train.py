@@ -674,7 +674,7 @@ def agent_metrics(scored):
     return dict(
         kl=kl / max(1, tokens),
         entropy=entropy / max(1, used_tokens),
-        ratio_max=ratio_max,
+        ratio_max=ratio_max if used_tokens else 1.0,
         clip_fraction=clipped / max(1, used_tokens),
         mismatch=mismatch,
     )

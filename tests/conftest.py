@@ -5,6 +5,7 @@ One thread because two test processes on two cores would otherwise crawl.
 
 import json
 import os
+import signal
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -16,6 +17,15 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def same_signals():
+    """After each test Ctrl-C does what it did before: training in this process changes that."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

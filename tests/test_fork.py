@@ -5,7 +5,6 @@ The pipeline here is registered in three dicts and nowhere else: agents.PIPELINE
 
 import json
 import os
-import signal
 
 import pytest
 import torch
@@ -73,15 +72,6 @@ def registered():
 
 
 # ---- What it is used with ------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def same_signals():
-    """After each test Ctrl-C does what it did before: training in this process changes that."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

@@ -57,14 +57,15 @@ def play(monkeypatch, sandbox, tokenizer):
 
 
 class Listener:
-    """A coach that keeps its cases, and judges like the rules."""
+    """A coach that keeps its cases, and leaves the verdicts to another one."""
 
-    def __init__(self):
+    def __init__(self, coach):
+        self.coach = coach
         self.cases = []
 
     def __call__(self, cases):
         self.cases += cases
-        return rules(cases)
+        return self.coach(cases)
 
 
 # ---- Actions -------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def test_a_context_over_the_limit_ends_the_episode_and_says_so(play):
 
 def test_the_truth_is_shown_for_marked_agents_only(play):
     """The coach learns how the episode came out when it scores the Verifier, and never for the others."""
-    coach = Listener()
+    coach = Listener(rules)
     play(RIGHT_REPLIES, coach)
     solver, coder, verifier = coach.cases
     assert [case.agent.name for case in coach.cases] == ["Solver", "Coder", "Verifier"]
@@ -150,6 +151,16 @@ def test_the_truth_is_shown_for_marked_agents_only(play):
     assert [case.shows_answer for case in coach.cases] == [False, False, True]
     assert solver.handed == {"problem": PROBLEM.question} and coder.handed["Solver"] == "12+7"
     assert (coder.reply, coder.observation, coder.status) == (GOOD, "19", "ok")
+
+
+def test_the_last_agent_is_graded_whether_or_not_its_coach_may_know(play):
+    """Every episode is graded by its last action; the coach is shown that only where the agent is marked so."""
+    unmarked = replace(ARITHMETIC.agents[2], coach_sees_truth=False)
+    pipeline = replace(ARITHMETIC, agents=(*ARITHMETIC.agents[:2], unmarked))
+    coach = Listener(nobody)
+    [episode] = play(RIGHT_REPLIES, coach, pipeline)
+    assert [case.grade for case in coach.cases] == [None, None, None]
+    assert episode.grade == Grade(True, 1.0, answer="19")
 
 
 def test_accuracy_does_not_listen_to_the_coach(play):
@@ -182,21 +193,18 @@ def test_own_grading_reads_what_programs_left(play, monkeypatch):
         seen.append((problem, reply, data))
         return Grade(False, len(data) / 4, f"{reply} is not all", metrics={"size": len(data)})
 
-    coder = replace(ARITHMETIC.agents[1], coach_sees_truth=True)
-    pipeline = replace(ARITHMETIC, graded_by="file", agents=(ARITHMETIC.agents[0], coder, ARITHMETIC.agents[2]))
+    first, second, last = ARITHMETIC.agents
+    marked = replace(second, coach_sees_truth=True)
+    pipeline = replace(ARITHMETIC, graded_by="file", agents=(first, marked, last))
     monkeypatch.setitem(judge.GRADERS, "file", grade_file)
     program = "```python\nopen('left', 'w').write('ab')\n```"
     tokenizer = tiny_tokenizer([*ARITHMETIC_PIECES, program, "done"])
-    cases = []
-
-    def coach(some):
-        cases.extend(some)
-        return nobody(some)
-
+    coach = Listener(nobody)
     [episode] = play(["12+7", program, "done"], coach, pipeline, tokenizer=tokenizer)
     assert seen == [(PROBLEM, program, b"ab"), (PROBLEM, "done", b"ab")]
-    assert cases[0].grade is None and cases[1].grade.reason == f"{program} is not all"
-    assert episode.grade == cases[2].grade == Grade(False, 0.5, "done is not all", {"size": 2})
+    solver, coder, verifier = coach.cases
+    assert solver.grade is None and coder.grade.reason == f"{program} is not all"
+    assert episode.grade == verifier.grade == Grade(False, 0.5, "done is not all", {"size": 2})
     line = record(episode)
     assert (line["quality"], line["reason"], line["metrics"]) == (0.5, "done is not all", {"size": 2})
 

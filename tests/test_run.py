@@ -22,15 +22,6 @@ AGENTS = ("Solver", "Coder", "Verifier")
 SMALL = ["--steps", "4", "--problems", "6", "--train-batch", "6", "--eval-problems", "0", "--save-every", "2"]
 
 
-@pytest.fixture(autouse=True)
-def same_signals():
-    """After each test Ctrl-C does what it did before: training in this process changes that."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 def execute(arguments, folder, code=ROOT):
     """Run Python in the folder `code`; returns the process, which has ended.
 

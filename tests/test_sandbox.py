@@ -13,6 +13,8 @@ slow on a busy machine. Where a time is bounded, only a real hang is over the bo
 import ctypes
 import importlib.util
 import os
+import random
+import re
 import resource
 import signal
 import socket
@@ -29,7 +31,7 @@ from pathlib import Path
 import pytest
 
 import agents
-from agents import InputError, Limits, Result, Sandbox, SandboxError, descendants
+from agents import FileEntry, InputError, Limits, Result, Sandbox, SandboxError, descendants
 
 HERE = os.path.dirname(os.path.abspath(agents.__file__))
 MB = 1 << 20
@@ -346,7 +348,7 @@ def test_refused(sandbox, host, workspace, name):
 @pytest.mark.parametrize("name", agents.REFUSED)
 def test_every_refused_call(sandbox, workspace, name):
     """A wrong number in the table would refuse some other call: with senseless arguments each one gives EPERM."""
-    number = agents.REFUSED[name][agents.MACHINES["linux " + os.uname().machine].column]
+    number = agents.REFUSED[name][agents.MACHINES.index("linux " + os.uname().machine)]
     code = f"""
 try:
     call({number}, -1, -1, -1, -1, -1)
@@ -647,6 +649,61 @@ else:
     wait_until(lambda: not os.path.exists(f"/proc/{program}"))
 
 
+def test_a_dying_zygote_is_replaced(sandbox, workspace):
+    """A killed zygote takes a moment to end: the retry met the same one, and a single kill ended the training."""
+    assert sandbox.run("pass", workspace).status == "ok"  # so that there is a zygote
+    dying = sandbox.process
+    sandbox.line.shutdown(socket.SHUT_RDWR)  # it ends now, but it is still alive, and cannot be reached
+    assert sandbox.run("print('next')", workspace).output == "next\n"
+    assert sandbox.process is not dying and dying.returncode is not None
+
+
+def test_one_kill_of_the_zygote_under_load(sandbox):
+    """Of 48 programs in 16 threads none is lost when the zygote is killed once."""
+
+    def episode(_):
+        workspace = sandbox.make_workspace()
+        status = sandbox.run("pass", workspace).status
+        sandbox.remove_workspace(workspace)
+        return status
+
+    episode(0)
+    threading.Timer(0.1, sandbox.process.kill).start()
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(episode, range(48))) == {"ok"}
+
+
+WHOLE_REPORT = b'{"status": "ok", "output": "x", "code": 0, "seconds": 1.0}\n'
+BROKEN_REPORTS = [b"", WHOLE_REPORT[:-2], b'{"status": "ok"}\n', b"\xff\0\n"]
+
+
+@pytest.mark.parametrize("report", BROKEN_REPORTS)
+def test_a_broken_report_is_our_failure(workspace, report):
+    """A supervisor that is killed in the middle of its report: the run is tried again, once, and then we failed."""
+    reports = []
+
+    def play_zygote(line):
+        with line:
+            while reports:
+                descriptors = socket.recv_fds(line, 1, 1)[1]
+                with socket.socket(fileno=descriptors[0]) as control:
+                    control.makefile("rb").readline()
+                    control.sendall(reports.pop(0))
+
+    with Sandbox(cores=[0]) as made:
+        made.line.close()  # its zygote ends
+        made.process.wait(LONG)
+        made.process = subprocess.Popen(["sleep", "1000"])  # one that is alive
+        made.line, end = socket.socketpair()
+        reports += [report, WHOLE_REPORT, report, report]
+        threading.Thread(target=play_zygote, args=(end,)).start()
+        assert made.run("", workspace) == Result("ok", "x", 0, 1.0)
+        with pytest.raises(SandboxError, match="supervisor"):
+            made.run("", workspace)
+        assert reports == [] and made.cores.qsize() == 1
+        made.process.kill()
+
+
 def test_ctrl_c_gives_the_core_back(sandbox, workspace):
     """An interrupted run kept its core for ever: after a few the training stood still.
 
@@ -866,6 +923,24 @@ def test_a_workspace_is_known_as_long_as_it_exists(sandbox, monkeypatch, failure
     assert path not in sandbox.workspaces and not os.path.exists(path)
 
 
+@pytest.mark.parametrize("place", ["full", "missing"])
+def test_no_room_for_a_workspace(sandbox, monkeypatch, tmp_path, place):
+    """A full disk is our failure, and says where: not an OSError that no caller expects."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / place))
+    if place == "full":
+        (tmp_path / place).mkdir()
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(SandboxError, match=f"no room for a workspace in {re.escape(str(tmp_path / place))}: "):
+            sandbox.make_workspace({"small": b"x", "big": b"x" * 2000})
+    finally:
+        if place == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for path in [path for path in sandbox.workspaces if path.startswith(str(tmp_path))]:  # still known, for close()
+        sandbox.remove_workspace(path)
+
+
 # ---- Honest accounts -------------------------------------------------------------------------------------------------
 
 
@@ -925,6 +1000,34 @@ def test_output_keeps_head_and_tail(sandbox, workspace, pieces):
     cut = len(whole) - 20
     expected = whole if cut <= 0 else f"{whole[:10]}\n... {cut} bytes cut ...\n{whole[-10:]}"
     assert sandbox.run(code, workspace, output=20).output == expected
+
+
+def test_output_of_any_bytes(sandbox, workspace):
+    """The output is what was written: whatever the bytes, only what is no UTF-8 is replaced."""
+    draw = random.Random(0)
+    for _ in range(30):
+        written = random_bytes(draw, draw.choice([0, 1, 50, 400, 401, 5000]))
+        result = sandbox.run(f"import os; os.write(1, {written!r})", workspace, output=400)
+        kept = written
+        if len(written) > 400:
+            kept = written[:200] + f"\n... {len(written) - 400} bytes cut ...\n".encode() + written[-200:]
+        assert (result.status, result.code) == ("ok", 0) and result.output == kept.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("flag", ["O_DIRECT", "O_NONBLOCK", "O_APPEND", "O_ASYNC", "O_NOATIME"])
+def test_flags_of_the_output_are_reset(sandbox, workspace, flag):
+    """The program's standard output is the supervisor's log: with O_DIRECT on it, no read of the log succeeded."""
+    code = f"""
+import fcntl, os
+
+print('before', flush=True)
+try:
+    fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL) | os.{flag})
+except OSError:  # not every file system has every flag
+    pass
+"""
+    result = sandbox.run(code, workspace)
+    assert (result.status, result.output) == ("ok", "before\n")
 
 
 def test_files_stay_and_shadow_nothing(sandbox, workspace):
@@ -996,6 +1099,98 @@ def test_read_takes_plain_files_only_by_name(sandbox, host, workspace):
     assert Sandbox.read(workspace, "train.csv", most=8) == b"a,b\n1,2\n"
 
 
+# ---- Lists of files --------------------------------------------------------------------------------------------------
+
+# Pieces that parsers of text and tables stumble over.
+PIECES = [b"\n", b"\r", b"\r\n", b"\n\r", b"\0", b",", b'"', b"'", b" ", b"\t", b"\xef\xbb\xbf", b"\xff\xfe", b"\x1a"]
+PIECES += [b"\x1c", b"\xc2\x85", b"\xe2\x80\xa8", b"\xed\xa0\x80", b"\x80", b"a,b", b'"a,b"', b"\\"]
+
+
+def random_bytes(draw, most):
+    """At most so many bytes: of all kinds, or of pieces that are special."""
+    if draw.random() < 0.3:
+        return draw.randbytes(draw.randint(0, most))
+    return b"".join(draw.choices(PIECES, k=draw.randint(0, most)))[:most]
+
+
+def write_bytes(workspace, name, data):
+    """Write a file whose name need not be text."""
+    with open(os.path.join(os.fsencode(workspace), name), "wb") as file:
+        file.write(data)
+
+
+def test_shapes_of_honest_tables(sandbox):
+    """Files of Unix, Windows and old Macs, with or without a last line end: rows without the header, and columns."""
+    draw = random.Random(1)
+    workspace = sandbox.make_workspace()
+    expected = []
+    for number in range(48):
+        rows, columns = draw.randint(0, 30), draw.randint(1, 9)
+        line = ",".join(draw.choices(["x", "1.5", '"a, b"', '"say ""so"""', "é"], k=columns))
+        line_end = ["\n", "\r\n", "\r"][number % 3]
+        text = line_end.join([line] * (rows + 1)) + line_end * draw.randint(0, 1)
+        name = f"{number:02}.csv"
+        write_bytes(workspace, name.encode(), text.encode())
+        expected.append(FileEntry(name, len(text.encode()), f"{rows} x {columns}"))
+    assert sandbox.list_files(workspace) == tuple(expected)
+    sandbox.remove_workspace(workspace)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_workspace_can_be_listed(sandbox, seed):
+    """A carriage return in the first line of a CSV ended a training: the listing takes any bytes and any names."""
+    draw = random.Random(seed)
+    workspace = sandbox.make_workspace()
+    printable = {}
+    for number in range(40):
+        ending = draw.choice([b".csv", b".csv", b".CSV", b"", b".csv\n"])
+        odd = random_bytes(draw, 60).replace(b"\0", b"").replace(b"/", b"") if draw.random() < 0.5 else b""
+        name = b"%02d" % number + odd + ending
+        data = random_bytes(draw, draw.choice([0, 3, 40, 3000]))
+        data = draw.choice([b"", b"", b"", b'"' + b"x" * 200_000, b"x" * 200_000, b"," * 200_000]) + data
+        write_bytes(workspace, name, data)
+        if os.fsdecode(name).isprintable():
+            printable[os.fsdecode(name)] = len(data)
+    Path(workspace, "sparse.csv").touch()
+    os.truncate(Path(workspace, "sparse.csv"), 20 << 20)
+    os.mkdir(Path(workspace, "folder.csv"))
+    os.mkfifo(Path(workspace, "pipe.csv"))
+    os.symlink("/etc/passwd", Path(workspace, "link.csv"))
+    files = sandbox.list_files(workspace)
+    assert [(file.name, file.size) for file in files[:-1]] == sorted(printable.items())
+    assert files[-1].name == "sparse.csv" and files[-1].size == 20 << 20
+    for file in files:
+        assert re.fullmatch(r"(\d+ x \d+)?", file.shape), file
+        assert file.name.endswith(".csv") or file.shape == ""
+    sandbox.remove_workspace(workspace)
+
+
+def test_a_listing_reads_a_bounded_number_of_bytes(sandbox, workspace, monkeypatch):
+    """50 sparse files of 64 MB each took 12 seconds to list, and no other thread of the trainer could run meanwhile."""
+    taken = []
+    really_read = Sandbox.read
+
+    def read(*args):
+        taken.append(len(really_read(*args)))
+        return really_read(*args)
+
+    code = "for i in range(60): open(f'{i:02}.csv', 'wb').truncate((64 if i % 2 else 5) << 20)"
+    assert sandbox.run(code, workspace, disk=512 << 20).status == "ok"
+    monkeypatch.setattr(Sandbox, "read", staticmethod(read))
+    files = sandbox.list_files(workspace)
+    assert sum(taken) == 6 * (5 << 20)  # the seventh would be over 32 MB
+    assert [file.name for file in files if file.shape] == [f"{i:02}.csv" for i in range(0, 12, 2)]
+    assert len(files) == 61
+
+
+def test_workspaces_that_cannot_be_listed(sandbox):
+    """What a program locked or removed is an empty list."""
+    gone = sandbox.make_workspace()
+    os.rmdir(gone)
+    assert sandbox.list_files(gone) == ()
+    sandbox.remove_workspace(gone)
+
+
 def test_cores_are_a_choice(sandbox):
     """Several processes train on one machine: each runs its agents' programs on cores of its own."""
     core = max(os.sched_getaffinity(0))
@@ -1026,6 +1221,13 @@ def test_levels(capfd):
         assert weak.run("print(1)", workspace).output == "1\n"
         assert weak.run("while True: pass", workspace, timeout=0.5).status == "timeout"
         assert weak.run("while True: print('x' * 1000)", workspace).status == "flood"
+
+
+@pytest.mark.parametrize("level", ["nonsense", "", None, "Landlock", "limit"])
+def test_unknown_levels_are_refused(level):
+    """A level that is mistyped must not be taken for one that exists."""
+    with pytest.raises(InputError, match="there is no sandbox level"):
+        Sandbox(level)
 
 
 def test_limits_level_is_printed(sandbox):
