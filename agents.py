@@ -211,9 +211,14 @@ def show_file_list(files):
 
 
 def defuse(text, tokenizer):
-    """Break up what would become a special token, so that an agent cannot end another one's prompt by writing one."""
-    for token in tokenizer.all_special_tokens:
-        text = text.replace(token, token[:1] + " " + token[1:])
+    """Break up what would become a token of its own, so that an agent cannot end another one's prompt by writing one.
+
+    NOTE: all added tokens, also those that a tokenizer does not call special: R1-Distill's role marks are such. (Some
+    tokenizers add runs of white space, or single characters: these are plain text, and cannot be broken up.)
+    """
+    for token in sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}):
+        if len(token.strip()) > 1:
+            text = text.replace(token, token[:1] + " " + token[1:])
     return text
 
 

@@ -21,13 +21,23 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
-import torch
 
 import agents
-from agents import InputError, read_json, require
+from agents import read_json, require
 from judge import FAIR, METRICS, has_rules, nobody, rules
 from model import compute_dtype, load
-from rollout import Sampling, gather, make_episodes, record, run_episodes
+from rollout import (
+    Sampling,
+    bad_command_line,
+    choose_device,
+    collect,
+    exit_code,
+    open_sandbox,
+    rank,
+    read_log,
+    start_processes,
+    together,
+)
 
 # ---- Statistics. All of them take records: what rollout.record() makes of episodes -----------------------------------
 
@@ -108,19 +118,20 @@ def kind_figures(records):
     """The figures of data tasks, by kind of task; empty where problems have no kinds.
 
     kind -> episodes, success (the share of valid submissions), and every metric's mean over the valid ones (None if
-    there are none) and, as fair_..., over all, with a failed episode counted as judge.FAIR.
+    there are none) and, as fair_..., over all, with a failed episode counted as judge.FAIR. Both are over the episodes
+    whose task has the metric (ROC-AUC: two classes).
     """
     figures = {}
     for kind in sorted({r["kind"] for r in records} - {""}):
         some = [r for r in records if r["kind"] == kind]
-        valid = [r["metrics"] for r in some if r["correct"]]
-        failed = len(some) - len(valid)
-        figures[kind] = dict(episodes=len(some), success=len(valid) / len(some))
+        figures[kind] = dict(episodes=len(some), success=sum(r["correct"] for r in some) / len(some))
         for name in METRICS[kind]:
-            values = [metrics[name] for metrics in valid if name in metrics]  # roc_auc: of two classes only
+            measured = [r for r in some if name in r["measures"]]
+            values = [r["metrics"][name] for r in measured if r["correct"]]
             figures[kind][name] = mean_or_none(values)
-            if name in FAIR and values + [FAIR[name]] * failed:
-                figures[kind]["fair_" + name] = mean_or_none(values + [FAIR[name]] * failed)
+            if name in FAIR and measured:
+                fair = values + [FAIR[name]] * (len(measured) - len(values))
+                figures[kind]["fair_" + name] = mean_or_none(fair)
     return figures
 
 
@@ -240,16 +251,6 @@ def print_figures(figures, setup):
 # ---- Running ---------------------------------------------------------------------------------------------------------
 
 
-def evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, sampling):
-    """The records of `samples` episodes for each problem, on every rank.
-
-    The same sampling.stream gives base and trained models the same random numbers: their comparison is paired.
-    """
-    episodes = make_episodes(problems, samples)
-    run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling)
-    return gather([record(episode) for episode in episodes])
-
-
 @dataclass(frozen=True)
 class Setup:
     """What is evaluated, and under which limits; see the fields of the same names in train.Config."""
@@ -262,6 +263,13 @@ class Setup:
     sandbox: str = "landlock"
     sandbox_timeout: float = 60.0
     sandbox_disk: int = 4096
+    sample_rows: int = 64
+    # of a run only: what its own evaluations used
+    eval: tuple = ()
+    eval_temperature: float = 1.0
+    data_root: str = ""
+    task_texts: str = ""
+    allow_missing: bool = False
 
 
 def latest_checkpoint(run):
@@ -292,57 +300,69 @@ def model_setup(options):
     return Setup(pipeline, systems, options.max_new_tokens, options.max_context_tokens, options.thinking)
 
 
-def read_problems(options, pipeline):
+def read_problems(options, setup):
     """file name -> its Problems; under an empty name the pipeline's own held-out problems where no file is given."""
-    if not options.data:
+    pipeline, paths = setup.pipeline, options.data or setup.eval
+    if not paths:
         require(pipeline.problems, f"the {pipeline.name} pipeline has no problems of its own: give --data FILE")
         return {"": pipeline.problems("held-out")[: options.problems]}
-    data_options = agents.DataOptions(options.data_root, options.task_texts, options.allow_missing)
-    files = agents.load_files(options.data, pipeline, data_options)
+    root, texts = options.data_root or setup.data_root, options.task_texts or setup.task_texts
+    data_options = agents.DataOptions(root, texts, options.allow_missing or setup.allow_missing)
+    files = agents.load_files(paths, pipeline, data_options)
     files = {name: problems[: options.problems] for name, problems in files.items()}
-    for sentence in agents.check_problems([], [problem for problems in files.values() for problem in problems]):
-        print(f"eval.py: {sentence}", file=sys.stderr)
+    if rank() == 0:
+        for sentence in agents.check_problems([], [problem for problems in files.values() for problem in problems]):
+            print(f"eval.py: {sentence}", file=sys.stderr)
     return files
 
 
-def evaluate_systems(options, setup):
-    """Every system on every problem; returns the JSON object that --json prints."""
+def evaluate_systems(options, setup, device):
+    """Every system on every problem, shared among all processes; returns the JSON object that --json prints."""
+    # what is there already, first: a file that cannot be read must not show after an hour of sampling
+    trained_on = together(read_log, os.path.join(options.run, "episodes.jsonl")) if options.run else []
+    files = together(read_problems, options, setup)
     pipeline = setup.pipeline
     names = [agent.name for agent in pipeline.agents]
-    files = read_problems(options, pipeline)
     problems = [problem for part in files.values() for problem in part]
-    coach = rules if has_rules(pipeline) and not options.data else nobody
-    limits = (setup.max_new_tokens, setup.max_context_tokens)
-    sampling = Sampling(("eval", options.seed), options.temperature, *limits, rows=64, thinking=setup.thinking)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    records = {}
-    limits = dict(timeout=setup.sandbox_timeout, disk=setup.sandbox_disk << 20)
-    with agents.Sandbox(setup.sandbox, pipeline.preload, **limits) as sandbox:
-        for title, folders in setup.systems.items():
-            loaded = {folder: load(folder, device, compute_dtype(device)) for folder in dict.fromkeys(folders)}
-            models = {name: loaded[folder][0] for name, folder in zip(names, folders, strict=True)}
-            tokenizer = loaded[folders[0]][1]
-            samples = options.samples
-            records[title] = evaluate(pipeline, models, tokenizer, problems, samples, coach, sandbox, sampling)
+    coach = rules if has_rules(pipeline) and "" in files else nobody
+    temperature = setup.eval_temperature if options.temperature is None else options.temperature
+    limits = (setup.max_new_tokens, setup.max_context_tokens, setup.sample_rows, setup.thinking)
+    sampling = Sampling(("eval", options.seed), temperature, *limits)
 
-    figures = dict(problems=len(problems), samples=options.samples)
+    # run the systems one after another
+    records = {}
+    with together(open_sandbox, setup, pipeline) as sandbox:
+        for title, folders in setup.systems.items():
+            models, tokenizer = together(load_models, folders, names, setup, device)
+            work = (pipeline, models, tokenizer, problems, options.samples)
+            _, records[title] = collect(*work, coach, sandbox, sampling)
+
+    # figures of each, of each file, and of the difference
+    figures = dict(problems=len(problems), samples=options.samples, temperature=temperature)
     figures |= {title: summarise(some, names) for title, some in records.items()}
     figures["files"] = {name: {} for name in files if name}
     for name, by_title in figures["files"].items():
         for title, some in records.items():
             by_title[title] = summarise([r for r in some if r["problem"].startswith(name + "/")], names)
     if options.run:
-        with open(os.path.join(options.run, "episodes.jsonl"), encoding="utf-8") as lines:
-            figures["coach"] = [asdict(row) for row in coach_against_truth([json.loads(line) for line in lines], names)]
+        figures["coach"] = [asdict(row) for row in coach_against_truth(trained_on, names)]
     if "trained" in records:
         figures["difference"] = compare(records["base"], records["trained"])
     return figures
 
 
+def load_models(folders, names, setup, device):
+    """(agent name -> its model, tokenizer), each folder loaded once."""
+    positions = setup.max_context_tokens + setup.max_new_tokens
+    loaded = {folder: load(folder, device, compute_dtype(device), positions) for folder in dict.fromkeys(folders)}
+    models = {name: loaded[folder][0] for name, folder in zip(names, folders, strict=True)}
+    return models, loaded[folders[0]][1]
+
+
 def option_parser():
     """The argparse parser of the command."""
     parser = argparse.ArgumentParser(description="Evaluate a run (base model and last checkpoint) or a model.")
-    parser.error = fail
+    parser.error = bad_command_line
     what = parser.add_argument_group("what is evaluated: a run, or a model")
     what.add_argument("--run", help="folder that train.py wrote")
     what.add_argument("--model", help="Hugging Face folder or hub id, for all agents of the pipeline")
@@ -358,33 +378,32 @@ def option_parser():
     on.add_argument("--allow-missing", action="store_true", help="DSBench: leave out tasks whose data are absent")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--samples", type=int, default=2, help="episodes for each problem")
-    sampling.add_argument("--temperature", type=float, default=1.0)
+    sampling.add_argument("--temperature", type=float, help="default: as the run's own evaluations; 1 for a model")
     sampling.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the figures as a JSON object on the last line")
     return parser
 
 
-def fail(message):
-    """End the command after bad input."""
-    print(f"eval.py: {message}", file=sys.stderr)
-    sys.exit(2)
+def run_command(argv):
+    """What main() does but for errors."""
+    options = option_parser().parse_args(argv)
+    require(bool(options.run) != bool(options.model), "give either --run or --model")
+    require(options.problems > 0 and options.samples > 0, "--problems and --samples start at 1")
+    require(options.temperature is None or 0 <= options.temperature < math.inf, "--temperature starts at 0")
+    setup = run_setup(options.run) if options.run else model_setup(options)
+    start_processes(timeout=24 * 3600.0)
+    figures = evaluate_systems(options, setup, together(choose_device, "auto"))
+    if rank() == 0:
+        print_figures(figures, setup)
+    if rank() == 0 and options.json:
+        print(json.dumps(figures))
+    return 0
 
 
 def main(argv=None):
-    """The command. Exits with 2 on bad input."""
-    options = option_parser().parse_args(argv)
-    try:
-        require(bool(options.run) != bool(options.model), "give either --run or --model")
-        require(options.problems > 0 and options.samples > 0, "--problems and --samples start at 1")
-        require(0 <= options.temperature < math.inf, "--temperature starts at 0")
-        setup = run_setup(options.run) if options.run else model_setup(options)
-        figures = evaluate_systems(options, setup)
-    except InputError as error:
-        fail(error)
-    print_figures(figures, setup)
-    if options.json:
-        print(json.dumps(figures))
+    """The command. Returns its exit code, see rollout.exit_code()."""
+    return exit_code("eval.py", run_command, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -326,6 +326,15 @@ def grade_submission(data, problem):
     return Grade(True, quality, metrics=means, ceiling=ceiling_of(quality))
 
 
+def measures(problem):
+    """The names of the metrics that a valid submission to this problem gets; none if it is not graded by one."""
+    if problem.answer_key is None:
+        return []
+    columns = read_answers(problem.answer_key, problem.kind).columns
+    two_classes = all(len(np.unique(truth)) == 2 for truth in columns)
+    return [name for name in METRICS[problem.kind] if name != "roc_auc" or two_classes]
+
+
 def check_ids(rows, ids):
     """Raise ValueError unless the submission has a row for each of the ids, and no others."""
     for difference, what in ((set(ids) - set(rows), "missing"), (set(rows) - set(ids), "not in test.csv")):
@@ -786,6 +795,14 @@ class LocalModel:
 
     def __call__(self, conversations):
         contexts = [self.context_of(conversation) for conversation in conversations]
+        most = self.model.config.max_positions - self.max_new_tokens
+        fitting = [context for context in contexts if len(context) <= most]
+        answers = iter(self.answer(fitting))
+        too_long = Failure("reply", f"the case is longer than the {most} tokens that this coach can read")
+        return [next(answers) if len(context) <= most else too_long for context in contexts]
+
+    def answer(self, contexts):
+        """A reply to each context, or a Failure."""
         replies = []
         for start in range(0, len(contexts), self.rows):
             batch = contexts[start : start + self.rows]

@@ -45,6 +45,9 @@ from torch.utils.checkpoint import checkpoint
 
 from agents import InputError, read_json, require
 
+# attention by kernels that do not plan by shape: cuDNN's plans take 0.2 s and more for each new one
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 # ---- Configuration -------------------------------------------------------------------------------
 
 
@@ -223,6 +226,9 @@ def rotate(x, cos, sin):
     return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
+SLOT_STEP = 256
+
+
 class KVCache:
     """Keys and values of the tokens seen so far: for each layer one tensor [2, rows, slots, kv_heads, D].
 
@@ -246,12 +252,19 @@ class KVCache:
     def write(self, layer, positions, keys, values):
         """Store keys and values [B, T, kv_heads, D] at positions [B, T], from row first_row on.
 
-        Returns keys and values [2, B, S, kv_heads, D]: the used slots of these B rows.
+        Returns keys and values [2, B, S, kv_heads, D]: the first slots of these B rows, all used ones among them.
         """
         first, end = self.first_row, self.first_row + len(keys)
         rows = torch.arange(first, end, device=keys.device)[:, None]  # [B, 1]
         self.layers[layer][:, rows, positions] = torch.stack([keys, values])
-        return self.layers[layer][:, first:end, : self.used_slots]
+        return self.layers[layer][:, first:end, : self.seen_slots()]
+
+    def seen_slots(self):
+        """How many slots a decoding pass looks at: the used ones, rounded up so that shapes seldom change.
+
+        NOTE: kernels that plan by shape would plan anew at every token. What lies beyond a row's position is masked.
+        """
+        return min(math.ceil(self.used_slots / SLOT_STEP) * SLOT_STEP, self.layers[0].shape[2])
 
 
 class Attention(nn.Module):
@@ -385,7 +398,8 @@ class Transformer(nn.Module):
         chance would be untrainable garbage.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        logits = F.linear(hidden, head.weight).float() / temperature
+        # NOTE: the product itself is float32. One in bfloat16 rounds logits to steps of up to 0.125 before the softmax.
+        logits = F.linear(hidden.float(), head.weight.float()) / temperature
         if self.n_tokens < self.config.vocab_size:
             beyond = torch.arange(self.config.vocab_size, device=logits.device) >= self.n_tokens  # [V]
             logits = logits.masked_fill(beyond, -math.inf)
@@ -574,21 +588,22 @@ PLAIN_CHAT = (
 )
 
 
-def load(path, device="cpu", dtype=torch.float32):
+def load(path, device="cpu", dtype=torch.float32, positions=0):
     """Load (model, tokenizer) from a Hugging Face folder, or from a hub id, which is downloaded.
 
-    Raises InputError when the folder or a file is missing, when the architecture is not supported,
-    or when a tensor is missing, left over or of the wrong shape.
+    positions: how long contexts and completions together may get; a model that is made for fewer is refused.
+    Raises InputError then, and when the folder or a file is missing, when the architecture is not supported, or when a
+    tensor is missing, left over or of the wrong shape.
     """
-    from transformers import AutoTokenizer  # here: it takes seconds, and not all commands need it
-
     # config, first of all: it says what is unsupported before the slow parts
     folder = path if os.path.isdir(path) else download(path)
     hf_config = read_json(folder, "config.json")
-    model_config(hf_config)
+    most = model_config(hf_config).max_positions
+    limits = f"--max-context-tokens and --max-new-tokens allow {positions}"
+    require(positions <= most, f"{path} is made for {most} positions, {limits}: lower them")
 
     # tokenizer and stop ids
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = tokenizer.chat_template or PLAIN_CHAT
     stop_ids = read_stop_ids(folder, hf_config, tokenizer)
 
@@ -602,6 +617,21 @@ def load(path, device="cpu", dtype=torch.float32):
         state[name] = state[name].to(device, dtype)
     model.load_state_dict(state, assign=True)
     return model, tokenizer
+
+
+def load_tokenizer(folder):
+    """Load the tokenizer of a Hugging Face folder. Raises InputError where there is none, or a broken one."""
+    from transformers import AutoTokenizer  # here: it takes seconds, and not all commands need it
+
+    # NOTE: without its files some tokenizer classes load all the same, and know no token
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    found = any(os.path.exists(os.path.join(folder, name)) for name in files)
+    require(found, f"{folder} has no tokenizer (none of {', '.join(files)})")
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of many types, by the kind of tokenizer
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"the tokenizer of {folder} cannot be read: {reason}") from None
 
 
 def download(name):

@@ -12,15 +12,34 @@ What we leave out: asynchronous training on old samples, and refilling the batch
 Watch agents at work:  python train.py --warm-steps 60 --steps 1; head -n 1 runs/arithmetic/episodes.jsonl
 """
 
+import json
+import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
-from agents import NO_PROGRAM, Problem, digest, extend, extract_program, handed_on, missing_files, render
-from judge import GRADERS, Case, Failure, Grade, Verdict
+from agents import (
+    NO_PROGRAM,
+    InputError,
+    Problem,
+    Sandbox,
+    SandboxError,
+    digest,
+    extend,
+    extract_program,
+    handed_on,
+    missing_files,
+    render,
+    require,
+)
+from judge import GRADERS, Case, Failure, Grade, Verdict, measures
 from model import sample
 
 # ---- Processes. Every process calls the same collectives in the same order, whatever its data ------------------------
@@ -34,6 +53,25 @@ def rank():
 def world():
     """How many processes work on this run."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def start_processes(timeout):
+    """Join the processes that torchrun started, if it did. timeout: seconds until one that waits gives up."""
+    if "WORLD_SIZE" in os.environ:
+        # numbers and objects are exchanged from the CPU, also where there are GPUs
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+
+
+def choose_device(wanted):
+    """This process's device; wanted: auto, cpu or cuda."""
+    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    require(gpus or wanted != "cuda", "--device cuda was asked for, but there is no usable GPU")
+    require(not gpus or local < gpus, f"process {local} of this machine has no GPU of its own: there are {gpus}")
+    if gpus:
+        torch.cuda.set_device(local)
+    return torch.device("cuda", local) if gpus else torch.device("cpu")
 
 
 def gather(items):
@@ -55,6 +93,85 @@ def barrier():
     """Wait until all processes are here. A collective."""
     if world() > 1:
         dist.barrier()
+
+
+class RunError(Exception):
+    """A run cannot go on, through no fault of its input. One sentence; the run folder holds what to resume from."""
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop."""
+
+
+class OtherFailed(Exception):
+    """Another process failed and says why; this one ends without a word. Its argument: the exit code."""
+
+
+def together(function, *arguments):
+    """The result of a function that may fail on one process alone, and that holds no collective. A collective itself.
+
+    NOTE: a process that left with its error while the others went on to their next collective would leave them
+    waiting there. Here all of them learn of it: the failing one raises its own error, the others OtherFailed.
+    """
+    result, error = None, None
+    try:
+        result = function(*arguments)
+    except (InputError, RunError, SandboxError, Stopped) as caught:
+        error = caught
+    outcome = (0, "") if error is None else (EXIT_CODES[type(error)], str(error))
+    outcomes = gather([outcome])
+    failures = [code for code, _ in outcomes if code not in (0, EXIT_CODES[Stopped])]
+    if failures:
+        said_before = outcome in outcomes[: rank()]
+        if error is not None and not isinstance(error, Stopped) and not said_before:
+            raise error
+        raise OtherFailed(failures[0])
+    if any(code for code, _ in outcomes):  # one process may have got the signal, or all
+        raise Stopped
+    return result
+
+
+EXIT_CODES = {InputError: 2, RunError: 1, SandboxError: 1, Stopped: 130}
+
+
+def complain(program, message):
+    """Say one line on stderr, with the number of this process if there are several."""
+    who = f"{program}, process {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else program
+    print(f"{who}: {message}", file=sys.stderr, flush=True)
+
+
+def exit_code(program, command, argv):
+    """Run a command, say what went wrong in one sentence; 0 done, 1 it cannot go on, 2 bad input, 130 interrupted."""
+    try:
+        code = command(argv)
+    except (InputError, RunError, SandboxError) as error:
+        # before the processes have met, all of a machine fail alike: one speaks for them
+        if dist.is_initialized() or int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            complain(program, error)
+        code = EXIT_CODES[type(error)]
+    except OtherFailed as failed:  # who failed says why
+        code = failed.args[0]
+    except KeyboardInterrupt:
+        complain(program, "interrupted")
+        code = EXIT_CODES[Stopped]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+def bad_command_line(message):
+    """What argparse does with an option that it cannot read."""
+    raise InputError(message)
+
+
+def open_sandbox(settings, pipeline):
+    """The sandbox of this process, with its share of the machine's cores. settings: a train.Config or eval.Setup."""
+    cores = None
+    if hasattr(os, "sched_getaffinity"):
+        local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = sorted(os.sched_getaffinity(0))[local::processes]
+    limits = dict(timeout=settings.sandbox_timeout, disk=settings.sandbox_disk << 20)
+    return Sandbox(settings.sandbox, pipeline.preload, cores, **limits)
 
 
 # ---- What is recorded ------------------------------------------------------------------------------------------------
@@ -177,12 +294,31 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling
             for action, verdict in zip(judged.actions, judged.verdicts.result(), strict=True):
                 action.verdict = verdict
     finally:
-        programs.shutdown(cancel_futures=True)
-        background.shutdown(cancel_futures=True)
+        # after an error, or a signal, nobody waits for what still runs: closing the sandbox will end programs
+        failed = sys.exc_info()[0] is not None
+        programs.shutdown(wait=not failed, cancel_futures=True)
+        background.shutdown(wait=not failed, cancel_futures=True)
         for episode in episodes:
             if episode.workspace:
                 sandbox.remove_workspace(episode.workspace)
     return episodes
+
+
+def collect(pipeline, models, tokenizer, problems, samples, coach, sandbox, sampling, interruptible=nullcontext):
+    """Run `samples` episodes for each problem, dealt out to all processes, which call this together.
+
+    interruptible: context manager in which a signal may raise Stopped: weights do not change while episodes run.
+    Returns (this process's Episodes, the records of all processes in order of their index).
+    """
+    episodes = make_episodes(problems, samples)
+
+    def run():
+        with interruptible():
+            run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling)
+
+    together(run)
+    records = gather([record(episode) for episode in episodes])
+    return episodes, sorted(records, key=lambda r: r["index"])
 
 
 def open_workspace(pipeline, episode, sandbox):
@@ -322,6 +458,7 @@ def record(episode):
     quality   in [0, 1], what --reward outcome pays
     reason    why it is not correct; empty if it is
     metrics   of a valid submission: name -> figure
+    measures  the names that metrics has if the submission is valid
     error     why the episode ended early; empty if it did not
     actions   see record_action()
     """
@@ -338,6 +475,7 @@ def record(episode):
         quality=grade.quality,
         reason=grade.reason,
         metrics=grade.metrics,
+        measures=measures(episode.problem),
         error=episode.error,
         actions=[record_action(action) for action in episode.actions],
     )
@@ -373,3 +511,12 @@ def record_action(action):
         opinion=verdict.opinion if judged else None,
         failure=f"{verdict.kind}: {verdict.detail}" if failed else None,
     )
+
+
+def read_log(path):
+    """The objects of a file of JSON lines, without a last line that a crash cut off; none if there is no file."""
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8") as file:
+        lines = [line for line in file if line.endswith("\n")]
+    return [json.loads(line) for line in lines]

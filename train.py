@@ -50,27 +50,46 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 import agents
-from agents import InputError, SandboxError, digest, read_json, require
-from eval import evaluate, kind_figures, latest_checkpoint, print_summary, summarise, summarise_agent
+from agents import InputError, digest, read_json, require
+from eval import kind_figures, latest_checkpoint, print_summary, summarise, summarise_agent
 from judge import ApiModel, Failure, LocalModel, has_rules, judge_by, nobody, rules
 from model import Transformer, compute_dtype, load, save, tiny, token_logprobs
-from rollout import Action, Sampling, all_reduce, barrier, gather, make_episodes, rank, record, run_episodes, world
+from rollout import (
+    EXIT_CODES,
+    Action,
+    RunError,
+    Sampling,
+    Stopped,
+    all_reduce,
+    bad_command_line,
+    barrier,
+    choose_device,
+    collect,
+    complain,
+    exit_code,
+    gather,
+    open_sandbox,
+    rank,
+    read_log,
+    start_processes,
+    together,
+    world,
+)
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
 
@@ -101,6 +120,7 @@ class Config:
     train_batch: int = 32  # episodes for each optimizer step
     beta: float = 0.01  # weight of the KL penalty in the reward
     clip: float = 0.2  # clipping range of the ratio
+    importance_cap: float = 0.0  # weigh tokens by scorer/sampler probability, at most this; 0: off, see README
     lr: float = 4e-4  # peak learning rate
     lr_warmup: float = 0.03  # share of the optimizer steps in which it rises from 0
     lr_final: float = 0.1  # share of it that the cosine ends at
@@ -137,6 +157,7 @@ class Config:
     seed: int = 0  # seed of everything: weights, order of problems, sampling
     steps: int = 150  # rollouts; each is followed by one pass over it
     save_every: int = 50  # steps between checkpoints; the last step is always saved
+    keep: int = 0  # how many steps' models stay, the newest; 0: all
     eval_problems: int = 200  # held-out problems before and after training; 0: no evaluation
     eval_samples: int = 2  # episodes for each of them
     eval_every: int = 0  # steps between evaluations in between, into evaluations.jsonl; 0: none
@@ -147,7 +168,7 @@ class Config:
     sample_rows: int = 256  # contexts sampled in one batch, on each process
     micro_batch_tokens: int = 8192  # padded tokens in one forward and backward pass; changes memory and speed only
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more time
-    collective_timeout: float = 3600.0  # seconds until a process that waits for the others gives up
+    collective_timeout: float = 0.0  # seconds until a process that waits for the others gives up; 0: see time_limit()
     sandbox: Literal["landlock", "limits"] = "landlock"  # isolation of programs; limits is not safe
     sandbox_timeout: float = 5.0  # seconds for one program
     sandbox_disk: int = 512  # MiB that an episode's files may take, those of its task included
@@ -162,13 +183,13 @@ PRESETS = {  # a pipeline without an entry here starts from the defaults above
     | dict(eval_problems=10_000, eval_samples=4, eval_every=4, eval_temperature=0.6, save_every=32)
     | dict(micro_batch_tokens=16_384, sample_rows=64, sandbox_timeout=30.0),
     "dsbench": PAPER  # 30 passes over 64 tasks
-    | dict(steps=120, problems=16, max_new_tokens=16_384, max_context_tokens=65_536, eval_every=2, save_every=10)
+    | dict(steps=120, problems=16, max_new_tokens=16_384, max_context_tokens=24_576, eval_every=2, save_every=10)
     | dict(micro_batch_tokens=32_768, sample_rows=32, sandbox_timeout=60.0, sandbox_disk=4096),
 }
 
 # what may change when a run goes on: none of these changes a number
 FREE_ON_RESUME = {
-    *("resume", "out", "preset", "data_root", "save_every", "device", "collective_timeout"),
+    *("resume", "out", "preset", "data_root", "save_every", "keep", "device", "collective_timeout"),
     *("micro_batch_tokens", "gradient_checkpointing", "sample_rows"),
     *("judge_url", "judge_key_env", "judge_cache", "judge_concurrency", "judge_deadline"),
     *("judge_budget_calls", "judge_budget_tokens"),
@@ -176,14 +197,20 @@ FREE_ON_RESUME = {
 
 # the numbers that may be 0, and those that lie in 0 to 1; all others are over 0
 FROM_ZERO = {
-    *("seed", "beta", "clip", "weight_decay", "warm_steps", "train_subset", "eval_problems", "eval_every"),
-    *("judge_budget_calls", "judge_budget_tokens"),
+    *(
+        "seed",
+        "beta",
+        "clip",
+        "importance_cap",
+        "weight_decay",
+        "warm_steps",
+        "train_subset",
+        "eval_problems",
+        "eval_every",
+    ),
+    *("judge_budget_calls", "judge_budget_tokens", "keep", "collective_timeout"),
 }
 SHARES = {"lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2"}
-
-
-class RunError(Exception):
-    """A run cannot go on, through no fault of its input. One sentence; the run folder holds what to resume from."""
 
 
 def option(name):
@@ -224,11 +251,6 @@ def config_parser():
                 settings |= dict(type=field.type, metavar=field.type.__name__.upper())
             group.add_argument(option(name), **settings)
     return parser
-
-
-def bad_command_line(message):
-    """What argparse does with an option that it cannot read."""
-    raise InputError(message)
 
 
 def read_config(argv):
@@ -283,25 +305,20 @@ def check_config(config):
     complete = config.judge_url and config.judge_model
     require(config.judge != "api" or complete, "--judge api needs --judge-url and --judge-model")
     require(config.judge != "local" or config.judge_model, "--judge local needs --judge-model FOLDER_OR_ID")
-    key = config.judge_key_env
-    require(not key or os.environ.get(key), f"the environment variable {key}, which --judge-key-env names, is empty")
 
 
 # ---- Processes -------------------------------------------------------------------------------------------------------
 
 
-def start_processes(config):
-    """Join the processes that torchrun started, if it did; returns this process's device."""
-    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    require(gpus or config.device != "cuda", "--device cuda was asked for, but there is no usable GPU")
-    require(not gpus or local < gpus, f"process {local} of this machine has no GPU of its own: there are {gpus}")
-    if gpus:
-        torch.cuda.set_device(local)
-    if "WORLD_SIZE" in os.environ:
-        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"  # numbers and objects are exchanged from the CPU
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.collective_timeout))
-    return torch.device("cuda", local) if gpus else torch.device("cpu")
+def time_limit(config):
+    """Seconds that processes may wait for each other: what the longest step of one of them can take.
+
+    Nothing bounds a step but its own limits: every action of every agent at its generation limit (0.1 s a token), with
+    a program and a verdict that take all their time; three times, for batches and for the update. At least an hour.
+    """
+    actions = sum(agent.max_actions for agent in agents.PIPELINES[config.pipeline].agents)
+    action = 0.1 * config.max_new_tokens + config.sandbox_timeout + config.judge_deadline
+    return max(3600.0, 3 * actions * action)
 
 
 # torch 2.13 renamed these two
@@ -320,13 +337,14 @@ class ScoredAction:
     batch: int  # 0..: which of the rollout's optimizer steps it belongs to
     reward: float  # R, in [0, 1]
     weight: float  # 1.0, or 0.0: left out of statistics and loss alike
+    old: torch.Tensor | None = None  # [T] log pi_old, by the scorer
     kl: torch.Tensor | None = None  # [T] log pi_old - log pi_ref
+    mismatch: torch.Tensor | None = None  # [T] log pi_old by the scorer, minus what the sampler said
     advantage: torch.Tensor | None = None  # [T]
     # what the forward pass of its update showed about its tokens; actions that are left out keep these values
     entropy: float = 0.0  # sum over tokens, in nats
     clipped: int = 0  # tokens whose ratio lies outside 1 - clip .. 1 + clip
     largest_ratio: float = 1.0  # pi_theta / pi_old
-    largest_difference: float = 0.0  # |log pi_theta - log pi_old|
 
     @property
     def length(self):
@@ -379,24 +397,29 @@ def returns_to_go(kl, reward, beta):
     return r.flip(0).cumsum(0).flip(0)
 
 
+SMALLEST_SPREAD = 0.01  # of rewards in [0, 1]: a tenth of a point of the coach, the least that scores can tell apart
+
+
 def whiten(values):
     """(values - mean) / std over all tokens of all processes' tensors; values: list of [T] tensors, possibly empty.
 
-    NOTE: a spread below 1e-4 (rewards lie in [0, 1]) is float noise, out of which large advantages must not be made.
+    NOTE: a spread below what rewards can resolve is noise of the KL penalty, and must not be blown up to 1. With equal
+    scores and no KL all advantages are 0.
     """
     flat = torch.cat([*values, torch.zeros(0)]).double()
     count, total = all_reduce(torch.tensor([len(flat), flat.sum()], dtype=torch.float64)).tolist()
     mean = total / max(count, 1)
     squares = all_reduce((flat - mean).square().sum()).item()
     std = math.sqrt(squares / max(count, 1))
-    scale = 1 / std if std > 1e-4 else 0.0
-    return [((v.double() - mean) * scale).float() for v in values]
+    if std < 1e-6:  # float noise of equal numbers
+        return [torch.zeros_like(v) for v in values]
+    return [((v.double() - mean) / max(std, SMALLEST_SPREAD)).float() for v in values]
 
 
 def compare_in_groups(scored, kind):
     """The rewards, each compared with its group's, over all processes.
 
-    grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group hardly differs or has one member.
+    grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group does not differ or has one member.
     """
     groups = {}
     for group, reward in gather([(s.group, s.reward) for s in scored]):
@@ -405,10 +428,10 @@ def compare_in_groups(scored, kind):
     for s in scored:
         rewards = groups[s.group]
         n, std = len(rewards), pstdev(rewards)
-        if std < 1e-4:
+        if n == 1:
             scale = 0.0
         elif kind == "grpo":
-            scale = 1 / std
+            scale = 1 / max(std, SMALLEST_SPREAD)
         else:
             scale = n / (n - 1)  # R - mean of the others = (R - mean of all) n / (n - 1)
         compared.append((s.reward - fmean(rewards)) * scale)
@@ -470,13 +493,29 @@ def score_tokens(model, scored, temperature):
     return logprobs.split(lengths), entropies.split(lengths)
 
 
+def micro_batches_of(scored, batch, config):
+    """The micro-batches of one optimizer step; of the actions that are left out of all of them for batch None."""
+    if batch is None:
+        return pack([s for s in scored if not s.weight], config.micro_batch_tokens)
+    return pack([s for s in scored if s.weight and s.batch == batch], config.micro_batch_tokens)
+
+
 @torch.no_grad()
-def set_kl(scored, reference, config):
-    """Fill in kl_t of every action, from the reference's log-probabilities."""
-    for micro_batch in pack(scored, config.micro_batch_tokens):
-        logprobs, _ = score_tokens(reference, micro_batch, config.temperature)
-        for s, reference_logprobs in zip(micro_batch, logprobs, strict=True):
-            s.kl = torch.tensor(s.action.logprobs) - reference_logprobs.cpu()
+def score_old(model, reference, scored, batches, config):
+    """Fill in log pi_old and kl_t of every action, before any weight moves.
+
+    NOTE: by the scorer, and in the micro-batches of the update. The sampler computes the same numbers with other
+    kernels and shapes, and in bfloat16 that alone makes ratios that are clipped before anything is learned. So with
+    policy = reference the first ratios are 1 and all kl_t are 0, exactly, in any dtype. It costs one more forward pass.
+    """
+    for batch in [*range(batches), None]:
+        for micro_batch in micro_batches_of(scored, batch, config):
+            old, _ = score_tokens(model, micro_batch, config.temperature)
+            by_reference, _ = score_tokens(reference, micro_batch, config.temperature)
+            for s, logprobs, reference_logprobs in zip(micro_batch, old, by_reference, strict=True):
+                s.old = logprobs
+                s.kl = (logprobs - reference_logprobs).cpu()
+                s.mismatch = logprobs.cpu() - torch.tensor(s.action.logprobs)
 
 
 # ---- Optimizer: AdamW, sharded over the processes (ZeRO stage 1), with float32 master weights ------------------------
@@ -616,12 +655,12 @@ def update(policy, reference, scored, step, config):
     scored: this process's ScoredActions of the policy's agents. Every process must call this, also without any.
     """
     # advantages
-    set_kl(scored, reference, config)
+    batches = math.ceil(config.problems * config.samples / config.train_batch)
+    score_old(policy.model, reference, scored, batches, config)
     for name in policy.agents:
         set_advantages([s for s in scored if s.action.agent == name], config)
 
     # one denominator: the actions of each optimizer step, on all processes, known before any backward pass
-    batches = math.ceil(config.problems * config.samples / config.train_batch)
     actions = torch.zeros(batches)
     for s in scored:
         actions[s.batch] += s.weight
@@ -633,23 +672,28 @@ def update(policy, reference, scored, step, config):
         lr = learning_rate((step - 1) * batches + batch, config.steps * batches, config)
         if count == 0:  # all processes agree; without this, Adam would move on old gradients alone
             continue
-        accumulate(policy, [s for s in scored if s.batch == batch and s.weight], count, config)
+        accumulate(policy, micro_batches_of(scored, batch, config), count, config)
         norms.append(policy.optimizer.step(lr))
         if not math.isfinite(norms[-1]):
             raise RunError(f"step {step}: a gradient of {policy.agents[0]} is not finite")
 
     common = dict(grad_norm=max(norms, default=0.0), lr=lr)
-    return {name: agent_metrics([s for s in scored if s.action.agent == name]) | common for name in policy.agents}
+    return {
+        name: agent_metrics([s for s in scored if s.action.agent == name], config) | common for name in policy.agents
+    }
 
 
-def accumulate(policy, scored, actions, config):
+def accumulate(policy, micro_batches, actions, config):
     """Sum the gradients of an optimizer step's loss over micro-batches; `actions`: its number, over all processes."""
     policy.optimizer.zero_grad()
     device = policy.model.device
-    for micro_batch in pack(scored, config.micro_batch_tokens):
+    for micro_batch in micro_batches:
         logprobs, entropies = score_tokens(policy.model, micro_batch, config.temperature)
-        old = torch.tensor([logprob for s in micro_batch for logprob in s.action.logprobs], device=device)
+        old = torch.cat([s.old for s in micro_batch])
         advantages = torch.cat([s.advantage for s in micro_batch]).to(device)
+        if config.importance_cap:
+            mismatch = torch.cat([s.mismatch for s in micro_batch]).to(device)
+            advantages = advantages * mismatch.exp().clamp(max=config.importance_cap)
         weights = torch.cat([torch.full_like(part.detach(), 1 / (actions * len(part))) for part in logprobs])
         loss, ratio = policy_loss(torch.cat(logprobs), old, advantages, weights, config.clip)
         loss.backward()
@@ -658,25 +702,29 @@ def accumulate(policy, scored, actions, config):
             s.entropy = entropy.sum().item()
             s.clipped = ((action_ratio - 1).abs() > config.clip).sum().item()
             s.largest_ratio = action_ratio.max().item()
-            s.largest_difference = action_ratio.log().abs().max().item()
 
 
-def agent_metrics(scored):
+def agent_metrics(scored, config):
     """One agent's metrics over all processes, from this one's ScoredActions; the README says what they mean."""
     used = [s for s in scored if s.weight]
-    sums = [sum(len(s.kl) for s in scored), sum(s.kl.double().sum().item() for s in scored)]
+    mismatch = torch.cat([torch.zeros(0), *[s.mismatch for s in scored]]).double()
+    clipped_mismatch = (mismatch.exp() - 1).abs() > config.clip
+    sums = [len(mismatch), sum(s.kl.double().sum().item() for s in scored)]
+    sums += [mismatch.abs().sum().item(), clipped_mismatch.sum().item()]
     sums += [sum(len(s.kl) for s in used), sum(s.entropy for s in used), sum(s.clipped for s in used)]
-    tokens, kl, used_tokens, entropy, clipped = all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist()
-    # mismatch: before any weight has moved, how far sampler and scorer disagree
-    mismatch = max((s.largest_difference for s in used if s.batch == 0), default=0.0)
-    maxima = torch.tensor([max((s.largest_ratio for s in used), default=0.0), mismatch])
-    ratio_max, mismatch = all_reduce(maxima, dist.ReduceOp.MAX).tolist()
+    reduced = all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist()
+    tokens, kl, mismatch_sum, mismatch_clipped, used_tokens, entropy, clipped = reduced
+    largest_ratio = max((s.largest_ratio for s in used), default=0.0)
+    largest_mismatch = mismatch.abs().max().item() if len(mismatch) else 0.0
+    maxima = all_reduce(torch.tensor([largest_ratio, largest_mismatch]), dist.ReduceOp.MAX).tolist()
     return dict(
         kl=kl / max(1, tokens),
         entropy=entropy / max(1, used_tokens),
-        ratio_max=ratio_max if used_tokens else 1.0,
+        ratio_max=maxima[0] if used_tokens else 1.0,
         clip_fraction=clipped / max(1, used_tokens),
-        mismatch=mismatch,
+        mismatch=maxima[1],
+        mismatch_mean=mismatch_sum / max(1, tokens),
+        mismatch_clipped=mismatch_clipped / max(1, tokens),
     )
 
 
@@ -703,33 +751,64 @@ def publish_folder(partial_folder, final):
     os.rename(partial_folder, final)
 
 
-def save_checkpoint(out, step, policies, tokenizer):
-    """Write OUT/step_NNNNNN: each agent's Hugging Face folder, and the optimizers' shards. All processes call it."""
+OWN_FILES = re.compile(r"(step_\d{6}|base|claim|latest|config\.json|[a-z_]+\.jsonl)(\.partial)?")  # what a run writes
+
+
+def save_checkpoint(out, step, policies, tokenizer, keep=0):
+    """Write OUT/step_NNNNNN: each agent's Hugging Face folder, and the optimizers' shards. All processes call it.
+
+    keep: how many steps' models stay, the newest; 0: all. Raises RunError on a process that cannot write; the last
+    checkpoint is then as it was.
+    """
     name = f"step_{step:06d}"
     if latest_checkpoint(out) == name:
         return  # replacing it would leave a moment without any
-    final = os.path.join(out, name)
-    partial_folder = final + ".partial"
-    shards = os.path.join(partial_folder, "optimizer")
+    together(write_or_fail, out, start_checkpoint, name)
+    together(write_or_fail, out, write_checkpoint, name, policies, tokenizer)
+    together(write_or_fail, out, publish_checkpoint, name, step, keep)
+
+
+def write_or_fail(out, write, *arguments):
+    """Call a function that writes into the run folder; what goes wrong is a RunError in one sentence."""
+    try:
+        write(out, *arguments)
+    except (OSError, SafetensorError) as error:
+        last = latest_checkpoint(out) or "none yet"
+        raise RunError(f"nothing can be written into {out}: {error}; the last complete checkpoint: {last}") from None
+
+
+def start_checkpoint(out, name):
+    """Make an empty folder to write into, beside the final one."""
     if rank() == 0:
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        os.makedirs(shards)
-    barrier()
+        shutil.rmtree(os.path.join(out, name + ".partial"), ignore_errors=True)
+        os.makedirs(os.path.join(out, name + ".partial", "optimizer"))
+
+
+def write_checkpoint(out, name, policies, tokenizer):
+    """Write this process's shards, and the first process the models."""
+    folder = os.path.join(out, name + ".partial")
     for policy in policies:
-        policy.optimizer.save(os.path.join(shards, policy.agents[0]))
+        policy.optimizer.save(os.path.join(folder, "optimizer", policy.agents[0]))
         if rank() == 0:
             for agent in policy.agents:
-                save(policy.model, tokenizer, os.path.join(partial_folder, agent))
-    barrier()
-    if rank() == 0:
-        state = dict(step=step, processes=world())
-        write_atomically(os.path.join(partial_folder, "state.json"), json.dumps(state))
-        publish_folder(partial_folder, final)
-        write_atomically(os.path.join(out, "latest"), name + "\n")
-        for other in os.listdir(out):  # the shards of one checkpoint are enough to go on from
-            if other != name:
-                shutil.rmtree(os.path.join(out, other, "optimizer"), ignore_errors=True)
-    barrier()
+                save(policy.model, tokenizer, os.path.join(folder, agent))
+
+
+def publish_checkpoint(out, name, step, keep):
+    """Give the folder its name, then name it the latest, then remove what is no longer needed of earlier ones."""
+    if rank() > 0:
+        return
+    partial_folder = os.path.join(out, name + ".partial")
+    write_atomically(os.path.join(partial_folder, "state.json"), json.dumps(dict(step=step, processes=world())))
+    publish_folder(partial_folder, os.path.join(out, name))
+    write_atomically(os.path.join(out, "latest"), name + "\n")
+    # NOTE: only in folders that a run has named: the run folder may be anything that a user gave
+    steps = sorted(folder for folder in os.listdir(out) if re.fullmatch(r"step_\d{6}", folder))
+    for place, old in enumerate(reversed(steps)):
+        if keep and place >= keep:
+            shutil.rmtree(os.path.join(out, old), ignore_errors=True)
+        elif old != name:  # the shards of one checkpoint are enough to go on from
+            shutil.rmtree(os.path.join(out, old, "optimizer"), ignore_errors=True)
 
 
 def load_checkpoint(out, policies):
@@ -759,8 +838,9 @@ def cut_log(path, steps):
     os.replace(path + ".partial", path)
 
 
-def append_lines(path, objects):
-    with open(path, "a", encoding="utf-8") as file:
+def append_lines(out, name, objects):
+    """Append JSON lines to a log in the run folder."""
+    with open(os.path.join(out, name), "a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in objects)
 
 
@@ -846,6 +926,15 @@ class Run:
         """The path of a file in the run folder."""
         return os.path.join(self.config.out, name)
 
+    def log(self, name, objects):
+        """Append JSON lines to a file in the run folder; the first process does it."""
+        if rank() == 0:
+            write_or_fail(self.config.out, append_lines, name, objects)
+
+    def save(self, step):
+        """Write a checkpoint, and forget old ones. A collective."""
+        save_checkpoint(self.config.out, step, self.policies, self.tokenizer, self.config.keep)
+
 
 def read_problems(config):
     """(problems to train on, problems to evaluate on). Raises InputError if any repeat, unless that is allowed."""
@@ -866,7 +955,8 @@ def read_problems(config):
     from_files = (problems if config.train else [], held_out if config.eval else [])
     for sentence in agents.check_problems(*from_files):
         require(config.allow_repeats, f"{sentence}: give --allow-repeats to go on all the same")
-        complain(sentence)
+        if rank() == 0:
+            complain("train.py", sentence)
     require(config.problems <= len(problems), f"--problems {config.problems}: there are {len(problems)} only")
     for problem in [*problems, *held_out]:
         size = sum(file_size(data) for data in problem.files.values())
@@ -887,6 +977,8 @@ def make_coach(config, device):
     if config.judge == "local":
         dtype = compute_dtype(device)
         return Coach(partial(judge_by, LocalModel(config.judge_model, device, dtype, config.judge_max_tokens)))
+    key = config.judge_key_env
+    require(not key or os.environ.get(key), f"the environment variable {key}, which --judge-key-env names, is empty")
     api = ApiModel(
         config.judge_url,
         config.judge_model,
@@ -904,26 +996,42 @@ def make_coach(config, device):
     return Coach(partial(judge_by, api), api)
 
 
-def open_sandbox(config, pipeline):
-    """The sandbox of this process, with its share of the machine's cores."""
-    cores = None
-    if hasattr(os, "sched_getaffinity"):
-        local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        cores = sorted(os.sched_getaffinity(0))[local::processes]
-    limits = dict(timeout=config.sandbox_timeout, disk=config.sandbox_disk << 20)
-    return agents.Sandbox(config.sandbox, pipeline.preload, cores, **limits)
-
-
 def claim_run_folder(config):
-    """Write config.json into the run folder, unless the run goes on."""
-    if config.resume:
-        return
+    """Write config.json into the run folder, unless the run goes on; and see that all processes share the folder."""
+    together(write_config, config)
+    # a word that only this start of the run knows
+    word = gather([f"{time.time_ns()} {os.getpid()}"])[0]
+    claim = os.path.join(config.out, "claim.partial")
+    if rank() == 0:
+        write_atomically(claim, word)
+    barrier()
+    found = os.path.exists(claim) and Path(claim).read_text(encoding="utf-8") == word
+    everywhere = all(gather([found]))
+    if rank() == 0:
+        os.remove(claim)
+    sentence = f"the run folder {config.out} is not one folder for all processes: it must be on a shared disk"
+    together(require, everywhere, sentence)
+
+
+def write_config(config):
+    """Make the run folder, with its config.json unless the run goes on."""
     try:
         os.makedirs(config.out, exist_ok=True)
-        if rank() == 0:
+        if rank() == 0 and not config.resume:
             write_atomically(os.path.join(config.out, "config.json"), json.dumps(asdict(config), indent=1))
     except OSError as error:
         raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
+
+
+def check_run_folder(config):
+    """Raise InputError for a folder that holds another run, or anything that is not a run's."""
+    out = config.out
+    free = config.resume or not os.path.exists(os.path.join(out, "config.json"))
+    require(free, f"{out} holds another run: give another --out, or --resume to go on with it")
+    names = os.listdir(out) if os.path.isdir(out) else []
+    foreign = sorted(name for name in names if not OWN_FILES.fullmatch(name))
+    example = foreign[0] if foreign else ""
+    require(not foreign, f"{out} holds what is not a run's, such as {example}: give another --out")
 
 
 def make_policies(start, pipeline, config):
@@ -943,77 +1051,122 @@ def make_policies(start, pipeline, config):
 
 def run_training(config):
     """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
-    # looked at before the processes meet: none of them can have written into the folder yet
-    free = config.resume or not os.path.exists(os.path.join(config.out, "config.json"))
-    require(free, f"{config.out} holds another run: give another --out, or --resume to go on with it")
-    device = start_processes(config)
+    check_run_folder(config)  # before the processes meet: none of them can have written into the folder yet
+    start_processes(config.collective_timeout or time_limit(config))
+    device = together(choose_device, config.device)
     pipeline = agents.PIPELINES[config.pipeline]
-    problems, held_out = read_problems(config)
-    coach = make_coach(config, device)
-    with open_sandbox(config, pipeline) as sandbox:
-        dtype = compute_dtype(device)
-        if config.model:  # loaded before the folder is claimed: it may be missing
-            reference, tokenizer = load(config.model, device, dtype)
-            claim_run_folder(config)
-        else:
-            claim_run_folder(config)
-            reference, tokenizer = load(embedded_model(config), device, dtype)
+    problems, held_out = together(read_problems, config)
+    coach = together(make_coach, config, device)
+    with together(open_sandbox, config, pipeline) as sandbox:
+        reference, tokenizer = load_start(config, device)
         policies = make_policies(reference, pipeline, config)
         reference.requires_grad_(False)
         run = Run(config, pipeline, problems, held_out, coach, tokenizer, reference, policies, sandbox)
-        done = load_checkpoint(config.out, policies) if config.resume else 0
+        done = together(load_checkpoint, config.out, policies) if config.resume else 0
         if rank() == 0:
-            for name in ("metrics.jsonl", "episodes.jsonl", "evaluations.jsonl"):
+            for name in ("metrics.jsonl", "episodes.jsonl", "evaluations.jsonl", "eval_episodes.jsonl"):
                 cut_log(run.file(name), done)
-            size = sum(p.numel() for p in reference.parameters())
-            if pipeline.preload:
-                print(f"the agents' programs find these libraries installed: {agents.LIBRARIES}")
-            print(f"{len(policies)} x {size:,} weights, {world()} x {device.type}, run folder {config.out}")
-        before = held_out_figures(run, dict.fromkeys(run.models(), reference), "before")
+            print_start(run, device)
+        barrier()
+        before = held_out_figures(run, dict.fromkeys(run.models(), reference), 0)
         if not train_until_stopped(run, done):
             return 130
-        after = held_out_figures(run, run.models(), "after")
+        after = held_out_figures(run, run.models(), config.steps)
     if rank() == 0:
         report(run, before, after)
     return 0
 
 
+def load_start(config, device):
+    """(model, tokenizer) that every agent starts from. Claims the run folder."""
+    arguments = (device, compute_dtype(device), config.max_context_tokens + config.max_new_tokens)
+    if config.model:
+        start = together(load, config.model, *arguments)  # before the folder is claimed: the model may be missing
+        claim_run_folder(config)
+        return start
+    claim_run_folder(config)
+    return together(load, embedded_model(config), *arguments)
+
+
+def print_start(run, device):
+    """Say what is about to be trained, and how much disk it takes."""
+    if run.pipeline.preload:
+        print(f"the agents' programs find these libraries installed: {agents.LIBRARIES}")
+    weights = sum(p.numel() for p in run.reference.parameters())
+    print(f"{len(run.policies)} x {weights:,} weights, {world()} x {device.type}, run folder {run.config.out}")
+    models = len(run.pipeline.agents) * weights * run.reference.embed_tokens.weight.element_size()
+    optimizer = len(run.policies) * weights * 12  # master weights and two moments in float32
+    print(f"a checkpoint takes {models / 1e9:.3g} GB of models and {optimizer / 1e9:.3g} GB of optimizer state", end="")
+    kept = f"the models of {run.config.keep} checkpoints stay" if run.config.keep else "all models stay (see --keep)"
+    print(f"; {kept}")
+
+
 def train_until_stopped(run, done):
     """Train from step done + 1 to the last; False if a signal stopped it early. Saves as it goes, and at its end."""
     config = run.config
-    asked = stop_on_signals()
+    signals = StopSignals()
     bar = tqdm(range(done + 1, config.steps + 1), initial=done, total=config.steps, disable=rank() > 0)
     for step in bar:
-        metrics = train_step(run, step)
-        if rank() == 0:
-            append_lines(run.file("metrics.jsonl"), [metrics])
+        finished = step - 1  # the step that the weights are of
+        try:
+            metrics = train_step(run, step, signals.interruptible)
+            finished = step
+            run.log("metrics.jsonl", [metrics])
             show_progress(bar, metrics)
-        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-            figures = held_out_figures(run, run.models(), f"at step {step} of")
-            if figures and rank() == 0:
-                append_lines(run.file("evaluations.jsonl"), [dict(step=step) | figures])
-        # one process may have got the signal, or all
-        stop = all_reduce(torch.tensor(asked.is_set(), dtype=torch.int), dist.ReduceOp.MAX).item()
-        if stop or step % config.save_every == 0 or step == config.steps:
-            save_checkpoint(config.out, step, run.policies, run.tokenizer)
-        if stop and step < config.steps:
-            complain(f"stopped after step {step}; go on with --out {config.out} --resume")
-            return False
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+            if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+                held_out_figures(run, run.models(), step, signals.interruptible)
+            together(signals.check)
+        except Stopped:
+            run.save(finished)
+            if finished < config.steps:
+                if rank() == 0:
+                    complain("train.py", f"stopped after step {finished}; go on with --out {config.out} --resume")
+                return False
+        if step % config.save_every == 0 or step == config.steps:
+            run.save(step)
+    signals.restore()
     return True
 
 
-def stop_on_signals():
-    """An Event that Ctrl-C, or torchrun's SIGTERM, sets; a second Ctrl-C ends the process where it stands."""
-    asked = threading.Event()
+class StopSignals:
+    """Ctrl-C, or torchrun's SIGTERM. A second Ctrl-C ends the process where it stands.
 
-    def ask(number, frame):
-        asked.set()
+    NOTE: a launcher waits only so long before it kills (torchrun 30 s), and a step of large models takes minutes. While
+    episodes run no weight changes and no collective is open, so there a signal raises Stopped at once.
+    """
+
+    def __init__(self):
+        self.asked = False
+        self.raises = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask)
+
+    def ask(self, number, frame):
+        self.asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.raises:
+            self.raises = False
+            raise Stopped
 
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
-    return asked
+    def check(self):
+        """Raise Stopped if a signal has come."""
+        if self.asked:
+            raise Stopped
+
+    @contextlib.contextmanager
+    def interruptible(self):
+        """A block in which a signal raises Stopped at once."""
+        self.raises = True
+        try:
+            self.check()
+            yield
+        finally:
+            self.raises = False
+
+    def restore(self):
+        """From here on signals end the process, as they do by default."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def show_progress(bar, metrics):
@@ -1025,20 +1178,19 @@ def show_progress(bar, metrics):
     bar.set_postfix(accuracy=f"{metrics['accuracy']:.2f}", **scores, kl=f"{kl:.2f}")
 
 
-def train_step(run, step):
-    """Rollout `step` = 1.. and its updates; returns the line of metrics.jsonl. All processes call it together."""
-    started = time.monotonic()
-    config = run.config
+def train_step(run, step, interruptible):
+    """Rollout `step` = 1.. and its updates; returns the line of metrics.jsonl. All processes call it together.
+
+    Raises Stopped while episodes run, if a signal comes: nothing of the step is then recorded.
+    """
+    started, config = time.monotonic(), run.config
 
     # collect episodes, each process its share; record them all
     problems = problems_of_step(run.problems, step, config.problems, config.seed)
-    episodes = make_episodes(problems, config.samples)
     sampling = make_sampling(config, ("train", config.seed, step))
-    run_episodes(run.pipeline, run.models(), run.tokenizer, episodes, run.coach.judge, run.sandbox, sampling)
-    records = gather([record(episode) for episode in episodes])
-    records.sort(key=lambda r: r["index"])
-    if rank() == 0:
-        append_lines(run.file("episodes.jsonl"), [dict(step=step) | r for r in records])
+    work = (run.pipeline, run.models(), run.tokenizer, problems, config.samples)
+    episodes, records = collect(*work, run.coach.judge, run.sandbox, sampling, interruptible)
+    run.log("episodes.jsonl", [dict(step=step) | r for r in records])
     stop_if_coach_fails(run, records, step)
 
     # every agent learns from its own actions
@@ -1093,7 +1245,7 @@ def stop_if_coach_fails(run, records, step):
     failures = [a["failure"] for r in records for a in r["actions"] if a["failure"]]
     actions = sum(len(r["actions"]) for r in records)
     if len(failures) > config.max_failures * actions:
-        save_checkpoint(config.out, step - 1, run.policies, run.tokenizer)
+        run.save(step - 1)
         raise RunError(f"step {step}: the coach failed on {len(failures)} of {actions} actions, e.g. {failures[0]}")
 
 
@@ -1108,21 +1260,36 @@ def api_metrics(api):
     return metrics
 
 
-def held_out_figures(run, models, when):
-    """eval.summarise() of these models on held-out problems; None with --eval-problems 0."""
+def held_out_figures(run, models, step, interruptible=contextlib.nullcontext):
+    """eval.summarise() of these models, those after `step`, on held-out problems; None with --eval-problems 0.
+
+    The figures go to evaluations.jsonl, the episodes to eval_episodes.jsonl; what is there already is not run again.
+    """
     config = run.config
     if not run.held_out:
         return None
-    sampling = replace(make_sampling(config, ("eval", config.seed)), temperature=config.eval_temperature)
-    # other coaches than rules cost time and money, and accuracy needs none
-    coach = run.coach.judge if config.judge == "rules" else nobody
-    records = evaluate(
-        run.pipeline, models, run.tokenizer, run.held_out, config.eval_samples, coach, run.sandbox, sampling
-    )
-    figures = summarise(records, list(models))
+    figures = logged_figures(run, step)
+    if figures is None:
+        sampling = replace(make_sampling(config, ("eval", config.seed)), temperature=config.eval_temperature)
+        # other coaches than rules cost time and money, and accuracy needs none
+        coach = run.coach.judge if config.judge == "rules" else nobody
+        work = (run.pipeline, models, run.tokenizer, run.held_out, config.eval_samples)
+        _, records = collect(*work, coach, run.sandbox, sampling, interruptible)
+        figures = summarise(records, list(models))
+        run.log("eval_episodes.jsonl", [dict(step=step) | r for r in records])
+        run.log("evaluations.jsonl", [dict(step=step) | figures])
     if rank() == 0:
+        when = {0: "before", config.steps: "after"}.get(step, f"at step {step} of")
         print(f"held-out {run.pipeline.success} {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
     return figures
+
+
+def logged_figures(run, step):
+    """What evaluations.jsonl says of a step; None where it does not. A collective: all processes look at once."""
+    barrier()
+    logged = [line for line in read_log(run.file("evaluations.jsonl")) if line["step"] == step]
+    barrier()
+    return logged[0] if logged else None
 
 
 def report(run, before, after):
@@ -1136,29 +1303,14 @@ def report(run, before, after):
     print(f"compare again, on other samples: python eval.py --run {config.out} --seed 1")
 
 
-def complain(message):
-    """Say one line on stderr, from one process."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"train.py: {message}", file=sys.stderr)
-
-
 def main(argv=None):
-    """The command. Returns its exit code: 0 done, 1 the run cannot go on, 2 bad input, 130 interrupted."""
-    try:
-        code = run_training(read_config(argv))
-    except InputError as error:
-        complain(error)
-        code = 2
-    except (RunError, SandboxError) as error:
-        complain(error)
-        code = 1
-    except KeyboardInterrupt:
-        complain("interrupted")
-        code = 130
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return code
+    """The command. Returns its exit code, see rollout.exit_code()."""
+    return exit_code("train.py", lambda argv: run_training(read_config(argv)), argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == EXIT_CODES[Stopped]:  # threads that still wait for a coach must not keep the process
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -5,6 +5,7 @@ One thread because two test processes on two cores would otherwise crawl.
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -36,6 +37,16 @@ def base(tmp_path_factory):
     out = tmp_path_factory.mktemp("warm")
     train.embedded_model(train.Config(out=str(out), warm_steps=120))
     return out / "base"
+
+
+@pytest.fixture(scope="session")
+def long_base(base, tmp_path_factory):
+    """The same model, made for as many positions as the full-size presets need."""
+    folder = tmp_path_factory.mktemp("long") / "base"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40_960}))
+    return folder
 
 
 # ---- An endpoint for coaches -----------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def all_actions(agent):
         context = [7 + i] * (i + 1)
         ids = [6 + (3 * i + t) % 20 for t in range(4 - i % 4)]
         logprobs, _ = token_logprobs(model, [context], [ids])
-        old = [x - 0.3 + 0.1 * (i + t) for t, x in enumerate(logprobs.tolist())]  # the policy has moved since
+        old = [x - 0.3 + 0.1 * (i + t) for t, x in enumerate(logprobs.tolist())]  # a sampler that disagrees
         action = Action(agent, 0, context, ids, old, False, "")
         weight = 0.0 if i == 2 else 1.0
         scored.append(ScoredAction(action, ("p", agent, i // 4), i // 4, reward=(i * 7 % 10) / 10, weight=weight))
@@ -75,6 +75,8 @@ def train_agent(agent, rank, world, folder):
     """Update an agent, and save its optimizer."""
     model = new_model()
     reference = copy.deepcopy(model).requires_grad_(False)
+    with torch.no_grad():
+        reference.norm.weight.mul_(0.8)  # the policy has moved since: each token has a KL of its own
     policy = Policy((agent,), model, ShardedAdamW(model, CONFIG))
     metrics = train.update(policy, reference, share(all_actions(agent), rank, world), 1, CONFIG)
     policy.optimizer.save(f"{folder}/{agent}")

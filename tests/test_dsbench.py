@@ -595,7 +595,7 @@ def small_tasks(root):
     return str(root / "tasks.json")
 
 
-def test_the_commands_run_the_dsbench_preset(base, tmp_path, endpoint, monkeypatch, capfd):
+def test_the_commands_run_the_dsbench_preset(long_base, tmp_path, endpoint, monkeypatch, capfd):
     """train.py --preset dsbench and eval.py run to their ends with a model that writes nonsense.
 
     The task files have the official layout and the coach is behind an API. Every episode ends as an invalid submission
@@ -603,7 +603,7 @@ def test_the_commands_run_the_dsbench_preset(base, tmp_path, endpoint, monkeypat
     """
     monkeypatch.setattr(train.signal, "signal", lambda number, handler: None)  # Ctrl-C stays with pytest
     tasks, out = small_tasks(tmp_path), tmp_path / "run"
-    options = ["--preset", "dsbench", "--model", str(base), "--train", tasks, "--data-root", str(tmp_path)]
+    options = ["--preset", "dsbench", "--model", str(long_base), "--train", tasks, "--data-root", str(tmp_path)]
     options += ["--max-new-tokens", "12", "--steps", "1", "--problems", "2", "--train-batch", "4", "--eval-every", "1"]
     options += ["--judge-url", f"http://127.0.0.1:{endpoint.server_port}/v1", "--judge-model", "m"]
     options += ["--judge-key-env", "", "--out", str(out)]

@@ -7,6 +7,7 @@ import pytest
 
 import eval
 from eval import CoachBias
+from judge import METRICS
 
 
 def episode(problem, correct, answer="1", score=5.0, agent="A"):
@@ -42,7 +43,9 @@ def episode(problem, correct, answer="1", score=5.0, agent="A"):
 def data_episode(kind, metrics, score, quality):
     """A record of a data task. metrics: of its submission; empty if that is invalid."""
     record = episode("p" + str(score), bool(metrics), None, score, agent="Analyst")
-    return record | dict(kind=kind, metrics=metrics, quality=quality, reason="" if metrics else "it is empty")
+    measures = list(metrics) or list(METRICS[kind])
+    reason = "" if metrics else "it is empty"
+    return record | dict(kind=kind, metrics=metrics, measures=measures, quality=quality, reason=reason)
 
 
 # ---- Mathematics ---------------------------------------------------------------------------------

@@ -201,13 +201,14 @@ def test_a_language_model_coaches_it_without_any_rules(start, tmp_path, monkeypa
 def test_it_is_evaluated_by_its_own_grading_and_rules(out, monkeypatch, capfd):
     """Accuracy is what its grading says, mean scores are those of its rules, and the word for success is its own."""
     records = []
-    original = eval.evaluate
+    original = eval.collect
 
-    def evaluate(*arguments):
-        records.append(original(*arguments))
-        return records[-1]
+    def collect(*arguments):
+        episodes, some = original(*arguments)
+        records.append(some)
+        return episodes, some
 
-    monkeypatch.setattr(eval, "evaluate", evaluate)
+    monkeypatch.setattr(eval, "collect", collect)
     capfd.readouterr()
     eval.main(["--run", str(out), "--samples", "4", "--json"])
     printed = capfd.readouterr().out

@@ -256,6 +256,7 @@ def test_a_record_has_the_same_keys_for_every_pipeline(play):
         quality=1.0,
         reason="",
         metrics={},
+        measures=[],
         error="",
     )
     assert actions[1] == dict(

@@ -121,7 +121,8 @@ def test_the_default_command_and_its_evaluation(tmp_path):
         for agent in AGENTS:
             figures = line["agents"][agent]
             from_records = {"score", "tokens", "truncated", "failures", "tool_calls"}
-            from_update = {"kl", "entropy", "ratio_max", "clip_fraction", "mismatch", "grad_norm", "lr"}
+            from_update = {"kl", "entropy", "ratio_max", "clip_fraction", "grad_norm", "lr"}
+            from_update |= {"mismatch", "mismatch_mean", "mismatch_clipped"}
             assert set(figures) == from_records | from_update
             assert figures["mismatch"] < 1e-4
     episodes = lines(out / "episodes.jsonl")
@@ -198,16 +199,16 @@ sys.exit(train.main(sys.argv[3:]))
 def test_interrupted_and_killed_runs_go_on_bit_for_bit(straight, out):
     """Symptom: a resumed run repeats data, draws other samples, or cannot be resumed at all.
 
-    Guard: everything is a function of (seed, step). Ctrl-C in the first step ends it, saves, and exits with 130; kill
-    -9 in the last step loses what came after the last checkpoint. What comes out in the end is, bit for bit, the run of
-    four steps in one go.
+    Guard: everything is a function of (seed, step). Ctrl-C in the second step abandons it, saves the first, and exits
+    with 130; kill -9 in the last step loses what came after the last checkpoint. What comes out in the end is, bit for
+    bit, the run of four steps in one go.
     """
 
     def signalled(number, at_call, options):
         arguments = ["-c", SIGNALLED, str(int(number)), str(at_call), "--out", str(out), *options]
         return execute(arguments, out.parent)
 
-    interrupted = signalled(signal.SIGINT, 2, SMALL)
+    interrupted = signalled(signal.SIGINT, 4 + 2, SMALL)
     assert interrupted.returncode == 130, interrupted.stderr[-2000:]
     assert "--resume" in interrupted.stderr
     assert saved_step(out) == 1
@@ -325,7 +326,7 @@ def asks_for_opinion(messages):
     return "CORRECT" in messages[0]["content"]
 
 
-def test_mathchat_with_a_coach_behind_an_api(base, files, tmp_path, endpoint, monkeypatch):
+def test_mathchat_with_a_coach_behind_an_api(long_base, files, tmp_path, endpoint, monkeypatch):
     """The paper's pipeline and preset, small: problem files, a key from the environment, and troubles on the way.
 
     The troubles are counted in the metrics. No file of the run holds the key. True answers of training problems are in
@@ -335,7 +336,7 @@ def test_mathchat_with_a_coach_behind_an_api(base, files, tmp_path, endpoint, mo
     endpoint.script = ["SCORE: 1", 500, "garbage", "half", "nothing", 429, "no idea"]  # the first is for the probe
     endpoint.answer = lambda messages: "Fine.\nSCORE: 7, CORRECT: no" if asks_for_opinion(messages) else "SCORE: 4"
     out, cache = tmp_path / "run", tmp_path / "cache"
-    options = [*MATH, "--model", str(base), "--train", files["train"], "--eval", files["eval"], "--out", str(out)]
+    options = [*MATH, "--model", str(long_base), "--train", files["train"], "--eval", files["eval"], "--out", str(out)]
     options += [*api_options(endpoint), "--judge-key-env", "COACH_KEY", "--judge-cache", str(cache)]
     assert train.main([*options, "--max-failures", "0.5"]) == 0
 
@@ -347,8 +348,9 @@ def test_mathchat_with_a_coach_behind_an_api(base, files, tmp_path, endpoint, mo
     assert first["judge"]["retries"] == 4  # behind 500, half, nothing and 429
     assert first["judge"]["failures"] == 1  # garbage
     assert second["judge"]["retries"] == second["judge"]["failures"] == 0
-    [between] = lines(out / "evaluations.jsonl")
-    assert between["step"] == 1 and 0 <= between["accuracy"] <= 1 and between["kinds"] == {}
+    evaluations = lines(out / "evaluations.jsonl")
+    assert [figures["step"] for figures in evaluations] == [0, 1, 2]
+    assert all(0 <= figures["accuracy"] <= 1 and figures["kinds"] == {} for figures in evaluations)
     episode = lines(out / "episodes.jsonl")[-1]
     assert episode["truth"].startswith("TRUTH") and not episode["correct"] and episode["kind"] == ""
     action = episode["actions"][-1]
@@ -364,16 +366,16 @@ def test_mathchat_with_a_coach_behind_an_api(base, files, tmp_path, endpoint, mo
         assert "TRUTH4" not in str(messages) and "TRUTH5" not in str(messages)
 
 
-def test_mathchat_with_a_local_coach(base, files, tmp_path, capfd):
+def test_mathchat_with_a_local_coach(long_base, files, tmp_path, capfd):
     """A coach that model.py runs, and that speaks no verdicts: all are Failures, the run says so, and none trains."""
-    options = [*MATH, "--model", str(base), "--train", files["train"]]
-    options += ["--judge", "local", "--judge-model", str(base), "--judge-max-tokens", "20"]
+    options = [*MATH, "--model", str(long_base), "--train", files["train"]]
+    options += ["--judge", "local", "--judge-model", str(long_base), "--judge-max-tokens", "20"]
     assert train.main([*options, "--out", str(tmp_path / "strict")]) == 1
     assert "the coach failed on" in capfd.readouterr().err
     assert train.main([*options, "--max-failures", "1", "--out", str(tmp_path / "patient")]) == 0
     figures = lines(tmp_path / "patient" / "metrics.jsonl")[-1]["agents"]["Solver"]
     assert figures["score"] is None and figures["failures"] == 4 and figures["grad_norm"] == 0
-    start = weights(base)
+    start = weights(long_base)
     for agent in AGENTS:
         unmoved = last_weights(tmp_path / "patient", agent)
         assert all(torch.equal(unmoved[name], start[name]) for name in start)
@@ -400,26 +402,36 @@ def test_bad_mathchat_input(base, files, tmp_path, endpoint, capfd):
     assert not (tmp_path / "out").exists()
 
 
-def test_evaluating_a_model_on_files(base, files, capfd):
+def test_evaluating_a_model_on_files(long_base, files, capfd):
     """eval.py on a model folder: several files, no coach, one JSON object."""
-    options = ["--model", str(base), "--data", files["train"], files["eval"], "--samples", "2", "--temperature", "0.6"]
+    options = [
+        "--model",
+        str(long_base),
+        "--data",
+        files["train"],
+        files["eval"],
+        "--samples",
+        "2",
+        "--temperature",
+        "0.6",
+    ]
     eval.main([*options, "--max-new-tokens", "12", "--json"])
     figures = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert set(figures) == {"problems", "samples", "base", "files"}
+    assert set(figures) == {"problems", "samples", "temperature", "base", "files"}
     assert figures["problems"] == 5 and set(figures["files"]) == {"train", "eval"}
     assert figures["base"]["kinds"] == {} and set(figures["base"]["agents"]) == set(AGENTS)
     for agent in figures["base"]["agents"].values():
         assert agent["score"] is None and agent["failures"] == 0
 
 
-def test_a_spent_budget_stops_the_run_cleanly(base, files, tmp_path, endpoint, capfd):
+def test_a_spent_budget_stops_the_run_cleanly(long_base, files, tmp_path, endpoint, capfd):
     """After the first step's verdicts the calls are spent; the second step is not trained on the few that are left.
 
     The state before it is saved. With a larger budget the run goes on, which is no change of the experiment.
     """
     endpoint.answer = lambda messages: "SCORE: 4, CORRECT: no" if asks_for_opinion(messages) else "SCORE: 4"
     out = tmp_path / "run"
-    options = [*MATH, "--eval-every", "0", "--model", str(base), "--train", files["train"], *api_options(endpoint)]
+    options = [*MATH, "--eval-every", "0", "--model", str(long_base), "--train", files["train"], *api_options(endpoint)]
     assert train.main([*options, "--out", str(out), "--judge-budget-calls", "16"]) == 1
     errors = capfd.readouterr().err
     assert "step 2: the coach failed on" in errors and "budget: 16 calls" in errors
