@@ -98,6 +98,10 @@ def barrier():
 class RunError(Exception):
     """A run cannot go on, through no fault of its input. One sentence; the run folder holds what to resume from."""
 
+    def __init__(self, sentence, everywhere=False):
+        super().__init__(sentence)
+        self.everywhere = everywhere  # all processes raise it alike: one speaks for them
+
 
 class Stopped(Exception):
     """A signal asked the run to stop."""
@@ -146,7 +150,8 @@ def exit_code(program, command, argv):
         code = command(argv)
     except (InputError, RunError, SandboxError) as error:
         # before the processes have met, all of a machine fail alike: one speaks for them
-        if dist.is_initialized() or int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        alike = getattr(error, "everywhere", not dist.is_initialized())
+        if not alike or int(os.environ.get("LOCAL_RANK", 0)) == 0:
             complain(program, error)
         code = EXIT_CODES[type(error)]
     except OtherFailed as failed:  # who failed says why

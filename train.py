@@ -675,7 +675,7 @@ def update(policy, reference, scored, step, config):
         accumulate(policy, micro_batches_of(scored, batch, config), count, config)
         norms.append(policy.optimizer.step(lr))
         if not math.isfinite(norms[-1]):
-            raise RunError(f"step {step}: a gradient of {policy.agents[0]} is not finite")
+            raise RunError(f"step {step}: a gradient of {policy.agents[0]} is not finite", everywhere=True)
 
     common = dict(grad_norm=max(norms, default=0.0), lr=lr)
     return {
@@ -927,9 +927,8 @@ class Run:
         return os.path.join(self.config.out, name)
 
     def log(self, name, objects):
-        """Append JSON lines to a file in the run folder; the first process does it."""
-        if rank() == 0:
-            write_or_fail(self.config.out, append_lines, name, objects)
+        """Append JSON lines to a file in the run folder; the first process does it. A collective."""
+        together(write_or_fail, self.config.out, append_lines, name, objects if rank() == 0 else [])
 
     def save(self, step):
         """Write a checkpoint, and forget old ones. A collective."""
@@ -1246,7 +1245,8 @@ def stop_if_coach_fails(run, records, step):
     actions = sum(len(r["actions"]) for r in records)
     if len(failures) > config.max_failures * actions:
         run.save(step - 1)
-        raise RunError(f"step {step}: the coach failed on {len(failures)} of {actions} actions, e.g. {failures[0]}")
+        sentence = f"step {step}: the coach failed on {len(failures)} of {actions} actions, e.g. {failures[0]}"
+        raise RunError(sentence, everywhere=True)
 
 
 def api_metrics(api):

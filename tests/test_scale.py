@@ -18,10 +18,11 @@ import agents
 import eval
 import judge
 import model as model_file
+import rollout
 import train
-from agents import ARITHMETIC, AnswerKey, InputError, Problem
+from agents import ARITHMETIC, AnswerKey, InputError, Problem, SandboxError
 from model import load, sample, save, tiny, tiny_tokenizer, token_logprobs
-from rollout import Action
+from rollout import Action, RunError
 from train import Config, Policy, ScoredAction, ShardedAdamW
 
 AGENTS = ("Solver", "Coder", "Verifier")
@@ -381,6 +382,26 @@ def test_what_fails_on_all_processes_is_said_once(tmp_path):
     done = two_machines(tmp_path, ["--out", str(tmp_path / "run"), "--problems", "9999"])
     assert done.stderr.count("there are 4096 only") == 1, done.stderr[-3000:]
     assert "train.py, process 0: --problems 9999" in done.stderr
+
+
+def test_what_all_processes_raise_alike_is_said_by_one(monkeypatch, capfd):
+    """A gradient that is not finite is seen by all processes: one of them says so. What one alone has met, it says."""
+    monkeypatch.setattr(rollout.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rollout.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    def fail(error):
+        raise error
+
+    assert rollout.exit_code("train.py", fail, RunError("not finite", everywhere=True)) == 1
+    assert capfd.readouterr().err == ""
+    assert rollout.exit_code("train.py", fail, RunError("the disk is full")) == 1
+    assert rollout.exit_code("train.py", fail, InputError("no such file")) == 2
+    assert rollout.exit_code("train.py", fail, SandboxError("it broke")) == 1
+    sentences = ["the disk is full", "no such file", "it broke"]
+    assert capfd.readouterr().err == "".join(f"train.py, process 1: {sentence}\n" for sentence in sentences)
 
 
 def test_the_time_limit_between_processes_follows_from_the_run():
