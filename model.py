@@ -2,13 +2,14 @@
 
 Before this: agents.py; after it: judge.py.
 Part of the paper: the policy pi_theta that every agent has.
-An update compares two probabilities of the same sampled token, in the importance ratio
-rho_t = pi_theta(y_t) / pi_old(y_t), and this file provides both:
+An update compares probabilities of the same sampled token, in the importance ratio
+rho_t = pi_theta(y_t) / pi_old(y_t) and in the KL penalty against pi_ref:
 
-    sample()          draws y_1..y_T and returns log pi_old(y_t)
-    token_logprobs()  computes log pi_theta(y_t) for the same ids, with gradients
+    sample()          draws y_1..y_T, and returns their log-probabilities as it saw them
+    token_logprobs()  computes the log-probabilities of given ids: pi_old and pi_ref, and with gradients pi_theta
 
-Both go through `Transformer.logits`, so they agree about masking, temperature and precision.
+Both go through `Transformer.logits`, so they agree about masking and temperature. In bfloat16 they still differ, by
+their kernels and shapes: the scorer is the authority, and train.py measures the sampler against it.
 
 One decoder family covers Qwen2/Qwen2.5, Qwen3, Llama and what shares their layout (SmolLM2, DeepSeek-R1-Distill):
 RMSNorm, rotary positions, grouped-query attention (optional QKV bias or QK-norm), SwiGLU, and an output head that
@@ -414,7 +415,7 @@ class Completion:
     """What the model wrote after one context."""
 
     ids: list[int]  # sampled ids, the terminator included
-    logprobs: list[float]  # log pi_old of each id, at the sampling temperature
+    logprobs: list[float]  # of each id, at the sampling temperature, as the sampler saw it
     truncated: bool  # the limit came before a terminator
 
 

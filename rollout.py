@@ -7,6 +7,7 @@ in the background while the next agent generates. Every episode has a workspace 
 action to action. All that the host takes from it is a listing, and the bytes of the file that is graded.
 `Action` is the only thing that rollout, judge and train share: the record of what was sampled, under which ids, with
 which log-probabilities. Text is derived from it, for people, coaches and other agents.
+Also here: how the processes of a run talk to each other, and how commands end.
 
 What we leave out: asynchronous training on old samples, and refilling the batch with new episodes as rows finish.
 Watch agents at work:  python train.py --warm-steps 60 --steps 1; head -n 1 runs/arithmetic/episodes.jsonl
@@ -188,7 +189,7 @@ class Action:
     turn: int  # 0 for the agent's first action in the episode
     context_ids: list  # the exact ids that the reply was sampled under
     ids: list  # the sampled ids, terminator included: what is trained
-    logprobs: list  # log pi_old of each, at the sampling temperature
+    logprobs: list  # of each, as the sampler saw it; what is trained with is the scorer's, see train.py
     truncated: bool  # the limit came before a terminator
     text: str  # of ids, without special tokens
     observation: str | None = None  # what its program answered; None if it ran none

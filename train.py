@@ -10,6 +10,8 @@ For an action with sampled tokens y_1..y_T and coach score c, R = c / 10 and, wi
     rho_t = pi_theta(y_t) / pi_old(y_t)
     L     = - mean over actions, mean over tokens, of min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)
 
+(pi_old is what token_logprobs() says of the policy before its first update, not what the sampler said.)
+
 One script, any number of processes: each samples and scores its share of the episodes; statistics and gradients are
 summed over all of them, so that the number of processes changes the speed and nothing else.
 
