@@ -1029,8 +1029,8 @@ def check_run_folder(config):
     out = config.out
     free = config.resume or not os.path.exists(os.path.join(out, "config.json"))
     require(free, f"{out} holds another run: give another --out, or --resume to go on with it")
-    names = os.listdir(out) if os.path.isdir(out) else []
-    foreign = sorted(name for name in names if not OWN_FILES.fullmatch(name))
+    names = os.listdir(out) if os.path.isdir(out) and not config.resume else []
+    foreign = sorted(name for name in names if not OWN_FILES.fullmatch(name) and not name.startswith("."))
     example = foreign[0] if foreign else ""
     require(not foreign, f"{out} holds what is not a run's, such as {example}: give another --out")
 
