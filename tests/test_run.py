@@ -227,7 +227,9 @@ def test_interrupted_and_killed_runs_go_on_bit_for_bit(straight, out):
 def test_controls_run_the_same_way(out):
     """--reward outcome and --share-weights: coach scores are still recorded; shared agents have the same weights."""
     run(out, [*SMALL, "--steps", "1", "--reward", "outcome", "--share-weights", "--advantage", "rloo"])
-    assert all(agent["score"] is not None for agent in metrics(out)[0]["agents"].values())
+    figures = metrics(out)[0]["agents"]
+    assert all(agent["score"] is not None for agent in figures.values())
+    assert all(agent["entropy"] > 0 for agent in figures.values()), "an agent's actions were not trained on"
     first = last_weights(out, "Solver")
     for other in (last_weights(out, "Coder"), last_weights(out, "Verifier")):
         assert all(torch.equal(first[name], other[name]) for name in first)
