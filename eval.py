@@ -23,21 +23,11 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 import agents
+import rollout
 from agents import read_json, require
 from judge import FAIR, METRICS, has_rules, nobody, rules
 from model import compute_dtype, load
-from rollout import (
-    Sampling,
-    bad_command_line,
-    choose_device,
-    collect,
-    exit_code,
-    open_sandbox,
-    rank,
-    read_log,
-    start_processes,
-    together,
-)
+from rollout import Sampling, collect, rank, together
 
 # ---- Statistics. All of them take records: what rollout.record() makes of episodes -----------------------------------
 
@@ -319,7 +309,7 @@ def read_problems(options, setup):
 def evaluate_systems(options, setup, device):
     """Every system on every problem, shared among all processes; returns the JSON object that --json prints."""
     # what is there already, first: a file that cannot be read must not show after an hour of sampling
-    trained_on = together(read_log, os.path.join(options.run, "episodes.jsonl")) if options.run else []
+    trained_on = together(rollout.read_log, os.path.join(options.run, "episodes.jsonl")) if options.run else []
     files = together(read_problems, options, setup)
     pipeline = setup.pipeline
     names = [agent.name for agent in pipeline.agents]
@@ -331,7 +321,7 @@ def evaluate_systems(options, setup, device):
 
     # run the systems one after another
     records = {}
-    with together(open_sandbox, setup, pipeline) as sandbox:
+    with together(rollout.open_sandbox, setup, pipeline) as sandbox:
         for title, folders in setup.systems.items():
             models, tokenizer = together(load_models, folders, names, setup, device)
             work = (pipeline, models, tokenizer, problems, options.samples)
@@ -362,7 +352,7 @@ def load_models(folders, names, setup, device):
 def option_parser():
     """The argparse parser of the command."""
     parser = argparse.ArgumentParser(description="Evaluate a run (base model and last checkpoint) or a model.")
-    parser.error = bad_command_line
+    parser.error = rollout.bad_command_line
     what = parser.add_argument_group("what is evaluated: a run, or a model")
     what.add_argument("--run", help="folder that train.py wrote")
     what.add_argument("--model", help="Hugging Face folder or hub id, for all agents of the pipeline")
@@ -391,8 +381,8 @@ def run_command(argv):
     require(options.problems > 0 and options.samples > 0, "--problems and --samples start at 1")
     require(options.temperature is None or 0 <= options.temperature < math.inf, "--temperature starts at 0")
     setup = run_setup(options.run) if options.run else model_setup(options)
-    start_processes(timeout=24 * 3600.0)
-    figures = evaluate_systems(options, setup, together(choose_device, "auto"))
+    rollout.start_processes(timeout=24 * 3600.0)
+    figures = evaluate_systems(options, setup, together(rollout.choose_device, "auto"))
     if rank() == 0:
         print_figures(figures, setup)
     if rank() == 0 and options.json:
@@ -402,7 +392,7 @@ def run_command(argv):
 
 def main(argv=None):
     """The command. Returns its exit code, see rollout.exit_code()."""
-    return exit_code("eval.py", run_command, argv)
+    return rollout.exit_code("eval.py", run_command, argv)
 
 
 if __name__ == "__main__":

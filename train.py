@@ -67,31 +67,12 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 import agents
+import rollout
 from agents import InputError, digest, read_json, require
 from eval import kind_figures, latest_checkpoint, print_summary, summarise, summarise_agent
 from judge import ApiModel, Failure, LocalModel, has_rules, judge_by, nobody, rules
 from model import Transformer, compute_dtype, load, save, tiny, token_logprobs
-from rollout import (
-    EXIT_CODES,
-    Action,
-    RunError,
-    Sampling,
-    Stopped,
-    all_reduce,
-    bad_command_line,
-    barrier,
-    choose_device,
-    collect,
-    complain,
-    exit_code,
-    gather,
-    open_sandbox,
-    rank,
-    read_log,
-    start_processes,
-    together,
-    world,
-)
+from rollout import Action, RunError, Sampling, Stopped, all_reduce, barrier, collect, gather, rank, together, world
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +217,7 @@ def option_groups():
 def config_parser():
     """An argparse parser with one option for each field of Config; only what was given appears in its result."""
     parser = argparse.ArgumentParser(description="Train agents with MAPPA.", argument_default=argparse.SUPPRESS)
-    parser.error = bad_command_line
+    parser.error = rollout.bad_command_line
     by_name = {field.name: field for field in fields(Config)}
     for title, helps in option_groups().items():
         group = parser.add_argument_group(title)
@@ -957,7 +938,7 @@ def read_problems(config):
     for sentence in agents.check_problems(*from_files):
         require(config.allow_repeats, f"{sentence}: give --allow-repeats to go on all the same")
         if rank() == 0:
-            complain("train.py", sentence)
+            rollout.complain("train.py", sentence)
     require(config.problems <= len(problems), f"--problems {config.problems}: there are {len(problems)} only")
     for problem in [*problems, *held_out]:
         size = sum(file_size(data) for data in problem.files.values())
@@ -1053,12 +1034,12 @@ def make_policies(start, pipeline, config):
 def run_training(config):
     """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
     check_run_folder(config)  # before the processes meet: none of them can have written into the folder yet
-    start_processes(config.collective_timeout or time_limit(config))
-    device = together(choose_device, config.device)
+    rollout.start_processes(config.collective_timeout or time_limit(config))
+    device = together(rollout.choose_device, config.device)
     pipeline = agents.PIPELINES[config.pipeline]
     problems, held_out = together(read_problems, config)
     coach = together(make_coach, config, device)
-    with together(open_sandbox, config, pipeline) as sandbox:
+    with together(rollout.open_sandbox, config, pipeline) as sandbox:
         reference, tokenizer = load_start(config, device)
         policies = make_policies(reference, pipeline, config)
         reference.requires_grad_(False)
@@ -1121,7 +1102,9 @@ def train_until_stopped(run, done):
             run.save(finished)
             if finished < config.steps:
                 if rank() == 0:
-                    complain("train.py", f"stopped after step {finished}; go on with --out {config.out} --resume")
+                    rollout.complain(
+                        "train.py", f"stopped after step {finished}; go on with --out {config.out} --resume"
+                    )
                 return False
         if step % config.save_every == 0 or step == config.steps:
             run.save(step)
@@ -1289,7 +1272,7 @@ def held_out_figures(run, models, step, interruptible=contextlib.nullcontext):
 def logged_figures(run, step):
     """What evaluations.jsonl says of a step; None where it does not. A collective: all processes look at once."""
     barrier()
-    logged = [line for line in read_log(run.file("evaluations.jsonl")) if line["step"] == step]
+    logged = [line for line in rollout.read_log(run.file("evaluations.jsonl")) if line["step"] == step]
     barrier()
     return logged[0] if logged else None
 
@@ -1307,12 +1290,12 @@ def report(run, before, after):
 
 def main(argv=None):
     """The command. Returns its exit code, see rollout.exit_code()."""
-    return exit_code("train.py", lambda argv: run_training(read_config(argv)), argv)
+    return rollout.exit_code("train.py", lambda argv: run_training(read_config(argv)), argv)
 
 
 if __name__ == "__main__":
     code = main()
-    if code == EXIT_CODES[Stopped]:  # threads that still wait for a coach must not keep the process
+    if code == rollout.EXIT_CODES[Stopped]:  # threads that still wait for a coach must not keep the process
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -951,7 +951,7 @@ def evaluated_folders(monkeypatch, run):
 
     monkeypatch.setattr(eval, "load", lambda folder, *_: (str(folder), None))
     monkeypatch.setattr(eval, "collect", collect)
-    monkeypatch.setattr(eval, "open_sandbox", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(rollout, "open_sandbox", lambda *_: contextlib.nullcontext())
     options = eval.option_parser().parse_args(["--run", str(run), "--problems", "4"])
     figures = eval.evaluate_systems(options, eval.run_setup(str(run)), torch.device("cpu"))
     return [{name: os.path.relpath(folder, run) for name, folder in models.items()} for models in seen], figures
@@ -1037,8 +1037,10 @@ def test_no_agent_can_find_the_truth(monkeypatch, pipeline):
         episodes, _ = play(monkeypatch, everything, replies, problems, sandbox=sandbox)
     for episode in episodes:
         assert len(episode.actions) >= len(pipeline.agents) and not episode.error
+        handed = "\n".join(str(value) for value in episode.handed.values())
+        assert not leaks(handed, episode.problem), f"prompts may show {handed}"
         for action in episode.actions:
-            for text in (text_of(action.context_ids), action.observation or "", str(episode.handed)):
+            for text in (text_of(action.context_ids), action.observation or ""):
                 assert not leaks(text, episode.problem), f"{action.agent} sees {text}"
             assert action.status in ("", "ok"), action.observation
     if pipeline.graded_by == "submission":

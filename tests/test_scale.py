@@ -369,7 +369,7 @@ def broken(settings, pipeline):
     if os.environ["RANK"] == "1":
         raise agents.SandboxError("the line to the sandbox broke")
     return agents.Sandbox(settings.sandbox, pipeline.preload)
-train.open_sandbox = broken
+rollout.open_sandbox = broken
 """
     done = two_machines(tmp_path, ["--out", str(tmp_path / "run"), *SMALL], change)
     assert done.stderr.count("train.py, process 1: the line to the sandbox broke") == 1, done.stderr[-3000:]
