@@ -1,14 +1,15 @@
 """agents.py: who works on a problem, in which order, what each agent sees, and what it may do.
 
 Before this: nothing. After it: model.py.
-Part of the paper: its two multi-agent workflows, MathChat (Problem Solver -> Code Executor -> Verifier) and DSBench
-(Data Engineer -> Modeler -> Analyst, with files that pass through a workspace), and a miniature twin of each for the
-embedded model: arithmetic and tables. An agent's prompt is rendered to token ids once, by the tokenizer's chat
-template. A further turn extends those ids and is never rendered again from text.
+Part of the paper: its two multi-agent workflows, MathChat (Problem Solver -> Code Executor ->
+Verifier) and DSBench (Data Engineer -> Modeler -> Analyst, with files that pass through a
+workspace), and a miniature twin of each for the embedded model: arithmetic and tables. An agent's
+prompt is rendered to token ids once, by the tokenizer's chat template. A further turn extends those
+ids and is never rendered again from text.
 
 Part one: problems, agents and pipelines; prompts as token ids; the four pipelines; problem files.
-Part two: the one tool that agents have, a Python sandbox. It is why this file imports the standard library only:
-started as a script, this file is the sandbox's small server process.
+Part two: the one tool that agents have, a Python sandbox. It is why this file imports the standard
+library only: started as a script, this file is the sandbox's small server process.
 
 What we leave out: agents that talk in free order, and tools other than Python.
 See the prompts:  python -c "import agents; agents.show_prompts('arithmetic')"   (or mathchat, dsbench, tables)
@@ -65,9 +66,9 @@ def digest(*parts):
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Part one: problems, agents, pipelines
-# ======================================================================================================================
+# ==================================================================================================
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Demonstration:
     turns: tuple = ()  # of Turn: what the same agent did before
 
 
-# ---- What agents get to see ------------------------------------------------------------------------------------------
+# ---- What agents get to see ----------------------------------------------------------------------
 
 
 def after_thinking(text):
@@ -207,14 +208,15 @@ def show_file_list(files):
     return "\n".join(lines) or "(none)"
 
 
-# ---- From text to token ids ------------------------------------------------------------------------------------------
+# ---- From text to token ids ----------------------------------------------------------------------
 
 
 def defuse(text, tokenizer):
     """Break up what would become a token of its own, so that an agent cannot end another one's prompt by writing one.
 
-    NOTE: all added tokens, also those that a tokenizer does not call special: R1-Distill's role marks are such. (Some
-    tokenizers add runs of white space, or single characters: these are plain text, and cannot be broken up.)
+    NOTE: all added tokens, also those that a tokenizer does not call special: R1-Distill's role
+    marks are such. (Some tokenizers add runs of white space, or single characters: these are plain
+    text, and cannot be broken up.)
     """
     for token in sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}):
         if len(token.strip()) > 1:
@@ -226,7 +228,8 @@ def render(tokenizer, agent, values, **switches):
     """The token ids of an agent's first context: system and user message in the model's chat template.
 
     values: what fills the agent's prompt, see handed_on().
-    switches: options of the template, such as enable_thinking=False for Qwen3; other templates ignore them.
+    switches: options of the template, such as enable_thinking=False for Qwen3; other templates
+    ignore them.
     """
     values = {name: defuse(text, tokenizer) for name, text in values.items()}
     messages = []
@@ -236,8 +239,8 @@ def render(tokenizer, agent, values, **switches):
     messages.append({"role": "user", "content": agent.prompt.format(**values)})
     options = dict(add_generation_prompt=True, tokenize=True, return_dict=False) | switches
     ids = tokenizer.apply_chat_template(messages, **options)
-    # NOTE: templates write the BOS themselves; tokenizing their text afterwards would put a second one in front. (Later
-    # ones are in order: SmolLM2's is <|im_start|>, which opens every message.)
+    # NOTE: templates write the BOS themselves; tokenizing their text afterwards would put a second
+    # one in front. (Later ones are in order: SmolLM2's is <|im_start|>, which opens every message.)
     two_bos = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     require(not two_bos, "the chat template starts a prompt with two BOS tokens")
     return ids
@@ -246,8 +249,9 @@ def render(tokenizer, agent, values, **switches):
 def extend(tokenizer, context_ids, ids, observation, **switches):
     """The context of an agent's next turn: all ids of the last one, then the observation as a user message.
 
-    NOTE: rendering the whole conversation again would not do. Decoding and encoding do not cancel out, and some
-    templates rewrite history (Qwen3 drops earlier thinking), so the agent would be trained on what it never saw.
+    NOTE: rendering the whole conversation again would not do. Decoding and encoding do not cancel
+    out, and some templates rewrite history (Qwen3 drops earlier thinking), so the agent would be
+    trained on what it never saw.
     """
     mark = "<reply>"
     messages = [
@@ -257,13 +261,14 @@ def extend(tokenizer, context_ids, ids, observation, **switches):
     ]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switches)
     rest = tokenizer(text.split(mark, 1)[1], add_special_tokens=False)["input_ids"]
-    # the template ends the reply with a terminator, which the action has already, unless it was truncated
+    # the template ends the reply with a terminator, which the action has already, unless it was
+    # truncated
     if rest[0] == ids[-1]:
         rest = rest[1:]
     return context_ids + ids + rest
 
 
-# ---- MathChat: competition mathematics with a real model -------------------------------------------------------------
+# ---- MathChat: competition mathematics with a real model -----------------------------------------
 
 MATH_TEAM = """\
 You are one of three agents who solve a competition problem together, one after another: the Problem Solver works \
@@ -296,7 +301,7 @@ MATHCHAT = Pipeline(
     show_result=show_output,
 )
 
-# ---- DSBench: data analysis with tools. Files pass through the workspace, and blame follows them ---------------------
+# ---- DSBench: data analysis with tools. Files pass through the workspace, and blame follows them ----
 
 DATA_LIBRARIES = ("numpy", "pandas", "sklearn", "lightgbm", "xgboost")
 LIBRARIES = ", ".join(name for name in DATA_LIBRARIES if importlib.util.find_spec(name)) or "none"  # installed here
@@ -356,7 +361,7 @@ DSBENCH = Pipeline(
     preload=("numpy", "pandas", *(f"sklearn.{name}" for name in SKLEARN)),
 )
 
-# ---- Arithmetic: the miniature twin of MathChat. Each agent sees only what the one before it hands on ----------------
+# ---- Arithmetic: the miniature twin of MathChat. Each agent sees only what the one before it hands on ----
 
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Lea", "Sam", "Mia")
 THINGS = ("apples", "books", "coins", "cards", "pens", "eggs", "keys", "shells")
@@ -438,8 +443,9 @@ def printing(expression):
 def arithmetic_demonstration(rng):
     """One demonstration for a random agent.
 
-    Half of the replies are wrong, and so is half of what agents are handed: a right Coder translates the plan that it
-    was handed, a right Verifier reports the output, even where it is wrong.
+    Half of the replies are wrong, and so is half of what agents are handed: a right Coder
+    translates the plan that it was handed, a right Verifier reports the output, even where it is
+    wrong.
     """
     question, expression = arithmetic_problem(rng, "train")
     plan = expression if rng.random() < 0.5 else spoil(expression, rng)
@@ -487,7 +493,7 @@ ARITHMETIC = Pipeline(
     ),
 )
 
-# ---- Tables: the miniature twin of DSBench. Agents choose the steps of their programs, and the words in them ---------
+# ---- Tables: the miniature twin of DSBench. Agents choose the steps of their programs, and the words in them ----
 
 
 @dataclass(frozen=True)
@@ -693,8 +699,9 @@ def table_schema(rng, split):
 def table_problem(name, schema, question, rng):
     """A task with new data, 60 rows to train on and 40 to predict.
 
-    The truth is linear, plus noise. Number columns have very different scales, lie far from zero, and one has gaps.
-    Ids say nothing, and those of test.csv lie elsewhere, so that using them as a feature does harm.
+    The truth is linear, plus noise. Number columns have very different scales, lie far from zero,
+    and one has gaps. Ids say nothing, and those of test.csv lie elsewhere, so that using them as a
+    feature does harm.
     """
     scales = {column: 10 ** rng.uniform(-2, 2) for column in schema.numbers}
     weights = {column: rng.choice((-1, 1)) * rng.uniform(0.7, 1.5) for column in schema.numbers}
@@ -793,7 +800,7 @@ def show_prompts(name):
         print(f"--- {agent.name}, up to {agent.max_actions} actions\n{agent.role}\n{agent.prompt}")
 
 
-# ---- Problem files ---------------------------------------------------------------------------------------------------
+# ---- Problem files -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -847,9 +854,9 @@ def parse_json(path, first_line, text):
 def load_problems(path, data_options=None):
     """The Problems of a problem file: a JSON list, or JSON lines, of objects.
 
-    Each has a prompt (or problem, or question) and an answer (text or number), and perhaps an id; or it is one of
-    DSBench's tasks, see load_task(). Ids get the file's name in front. Raises InputError, which names the file, the
-    entry, and what is wrong with it.
+    Each has a prompt (or problem, or question) and an answer (text or number), and perhaps an id;
+    or it is one of DSBench's tasks, see load_task(). Ids get the file's name in front. Raises
+    InputError, which names the file, the entry, and what is wrong with it.
     """
     options = data_options or DataOptions()
     texts = read_task_texts(options.task_texts)
@@ -900,7 +907,7 @@ def load_files(paths, pipeline, data_options=None):
     return files
 
 
-# ---- DSBench's task files: questions whose data lie beside them ------------------------------------------------------
+# ---- DSBench's task files: questions whose data lie beside them ----------------------------------
 
 
 def read_task_texts(path):
@@ -941,9 +948,9 @@ def load_task(where, stem, prompt, metadata, data_root, texts):
 def repair_metadata(where, train, answers, claimed_kind, text):
     """(kind, AnswerKey) of a task, from its published metadata where the data bear them out.
 
-    NOTE: some of what is published is wrong. Id or target columns that the answers do not have: then the first column
-    of the answers is the id, and the targets are the columns that train.csv shares with them. Tasks called
-    "regression" whose targets are words: they are classifications.
+    NOTE: some of what is published is wrong. Id or target columns that the answers do not have:
+    then the first column of the answers is the id, and the targets are the columns that train.csv
+    shares with them. Tasks called "regression" whose targets are words: they are classifications.
     """
     names, first_row = csv_head(answers)
     id_column, targets = text.get("id_column"), text.get("target_column", [])
@@ -971,7 +978,7 @@ def csv_head(path):
         raise InputError(f"{path} cannot be read: {error}") from None
 
 
-# ---- Which problems to train and to evaluate on ----------------------------------------------------------------------
+# ---- Which problems to train and to evaluate on --------------------------------------------------
 
 
 def question_key(problem):
@@ -1009,12 +1016,12 @@ def subset(problems, count, seed):
     return [problems[i] for i in sorted(drawn)]
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # Part two: the sandbox
-# ======================================================================================================================
+# ==================================================================================================
 #
-# The sandbox runs programs that a language model wrote, and believes nothing that they leave behind.
-# Four kinds of processes take part, and each trusts only those that come before it:
+# The sandbox runs programs that a language model wrote, and believes nothing that they leave
+# behind. Four kinds of processes take part, and each trusts only those that come before it:
 #
 #   host        The trainer. It never forks itself, and it never unpickles a file of a program.
 #   zygote      This file, started as a script in an empty environment. It imports once what programs
@@ -1085,11 +1092,11 @@ class Sandbox:
     """Runs programs, from many threads at once, each on a core of its own.
 
     A run that finds no free core waits, and its clock starts only when it has one. The level
-    "landlock" is described above. The level "limits" (for macOS and kernels before 5.13) bounds time,
-    output and disk, and protects nothing. `preload` names modules that the zygote imports once for all:
-    a fork with pandas takes 25 ms, importing it 300. `cores` are the processors to use, by default all
-    that this process may use. The other arguments are the fields of Limits. Raises InputError where the
-    level is unknown or cannot be had.
+    "landlock" is described above. The level "limits" (for macOS and kernels before 5.13) bounds
+    time, output and disk, and protects nothing. `preload` names modules that the zygote imports
+    once for all: a fork with pandas takes 25 ms, importing it 300. `cores` are the processors to
+    use, by default all that this process may use. The other arguments are the fields of Limits.
+    Raises InputError where the level is unknown or cannot be had.
     """
 
     def __init__(self, level="landlock", preload=(), cores=None, **limits):
@@ -1102,7 +1109,8 @@ class Sandbox:
         self.workspaces = set()  # the paths of the workspaces that exist
         self.lock = threading.Lock()  # guards the next three
         self.closed = False
-        # The zygote and the socket to it: the first run starts it, and a later one does so again if it was killed.
+        # The zygote and the socket to it: the first run starts it, and a later one does so again if
+        # it was killed.
         self.process = self.line = None
         self.cores = queue.SimpleQueue()  # who holds a core has the right to run a program
         allowed = sorted(os.sched_getaffinity(0)) if LINUX else range(os.cpu_count())
@@ -1114,8 +1122,8 @@ class Sandbox:
     def run(self, code, workspace, **limits):
         """Execute code in a folder of make_workspace, one run at a time in each folder, and return its Result.
 
-        Files stay in the folder; processes do not: none of the program's is alive afterwards. `limits`
-        are fields of Limits, for this run only. Raises SandboxError if we failed twice.
+        Files stay in the folder; processes do not: none of the program's is alive afterwards.
+        `limits` are fields of Limits, for this run only. Raises SandboxError if we failed twice.
         """
         limits = asdict(replace(self.limits, **limits))
         core = self.cores.get()
@@ -1151,8 +1159,9 @@ class Sandbox:
     def list_files(self, workspace):
         """Return a tuple of a FileEntry for each plain file in the folder, sorted by name.
 
-        The list goes into prompts: it holds only names that can be printed, cut to 100 characters. Only
-        the first 50 entries can have a shape, and only while no more than 32 MB have been read for shapes.
+        The list goes into prompts: it holds only names that can be printed, cut to 100 characters.
+        Only the first 50 entries can have a shape, and only while no more than 32 MB have been read
+        for shapes.
         """
         found = []
         budget = 32 << 20  # bytes: an action may leave 50 files of 64 MB that take no room on the disk
@@ -1171,13 +1180,14 @@ class Sandbox:
     def read(workspace, name, most=64 << 20):
         """Return the bytes of a file that a program left. Never unpickle them.
 
-        This is the only way in which the host takes such a file. Raises OSError unless it is a plain
-        file with a single name and at most `most` bytes: a link may lead to the answers, a pipe hangs
-        the host, and a sparse file fills its memory.
+        This is the only way in which the host takes such a file. Raises OSError unless it is a
+        plain file with a single name and at most `most` bytes: a link may lead to the answers, a
+        pipe hangs the host, and a sparse file fills its memory.
         """
         if "/" in name or not name.isprintable():
             raise OSError(f"{name[:100]!r} is not the name of a file")
-        # NOTE: an opener, not a descriptor: open() leaves a given descriptor open if it is a folder's.
+        # NOTE: an opener, not a descriptor: open() leaves a given descriptor open if it is a
+        # folder's.
         with open(os.path.join(workspace, name), "rb", opener=open_without_following) as file:
             found = os.fstat(file.fileno())
             if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size <= most:
@@ -1220,8 +1230,8 @@ class Sandbox:
         """Return the id of the user nobody if the trainer is root and nobody can reach Python and /tmp, else None."""
         if self.level == "limits" or os.geteuid() != 0:
             return None
-        # Where Python lies below a closed home, imports would fail in the middle of programs that are
-        # nobody. There programs stay root, but without root's powers.
+        # Where Python lies below a closed home, imports would fail in the middle of programs that
+        # are nobody. There programs stay root, but without root's powers.
         places = [Path(path).resolve() for path in (sys.prefix, sys.base_prefix, tempfile.gettempdir())]
         folders = [folder for place in places for folder in (place, *place.parents)]
         return 65534 if all(folder.stat().st_mode & stat.S_IXOTH for folder in folders) else None
@@ -1242,8 +1252,8 @@ class Sandbox:
         """Try once to run a job. Every failure that is not the program's is a SandboxError or an OSError."""
         control, theirs = socket.socketpair()
         with control:
-            # Send the other end to the zygote. If there is none, start it first: this file, as a script,
-            # away from the trainer's environment, terminal and process group.
+            # Send the other end to the zygote. If there is none, start it first: this file, as a
+            # script, away from the trainer's environment, terminal and process group.
             with theirs, self.lock:
                 if self.closed:
                     raise SandboxError("the sandbox is closed")
@@ -1261,8 +1271,8 @@ class Sandbox:
                 control.sendall(json.dumps(job).encode() + b"\n")
                 line = control.makefile("rb").readline()
             finally:
-                # However it ended for us (Ctrl-C too), wait until the run's processes are gone. This
-                # needs a new reader: after a timeout the first one refuses to read.
+                # However it ended for us (Ctrl-C too), wait until the run's processes are gone.
+                # This needs a new reader: after a timeout the first one refuses to read.
                 with suppress(OSError):
                     control.shutdown(socket.SHUT_WR)
                     control.makefile("rb").read()
@@ -1278,8 +1288,8 @@ class Sandbox:
     def _csv_shape(self, workspace, name):
         """Return "rows x columns" of a CSV file, its header not counted, or "" if that cannot be told.
 
-        Rows are line ends, and columns are those in the first 100,000 bytes of the first line: the rest
-        is never parsed.
+        Rows are line ends, and columns are those in the first 100,000 bytes of the first line: the
+        rest is never parsed.
         """
         with suppress(OSError, csv.Error):
             data = self.read(workspace, name)
@@ -1296,7 +1306,7 @@ def open_without_following(path, flags):
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-# ---- The zygote ------------------------------------------------------------------------------------------------------
+# ---- The zygote ----------------------------------------------------------------------------------
 
 
 def zygote(requests, preload):
@@ -1321,7 +1331,7 @@ def zygote(requests, preload):
     end_all_below()
 
 
-# ---- The supervisor --------------------------------------------------------------------------------------------------
+# ---- The supervisor ------------------------------------------------------------------------------
 
 
 def supervise(control):
@@ -1337,9 +1347,8 @@ def supervise(control):
             kernel("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons become children of this process
             Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, the kernel spares the trainer
 
-        # Start the program, watch it, and end all that is left of it.
-        # NOTE: output goes into a file. With a pipe, any process that inherited an end could put off its
-        # closing for ever.
+        # Start the program, watch it, and end all that is left of it. NOTE: output goes into a
+        # file. With a pipe, any process that inherited an end could put off its closing for ever.
         started = time.monotonic()
         with tempfile.TemporaryFile() as file:
             log = file.fileno()
@@ -1354,7 +1363,8 @@ def supervise(control):
         status = excess(job["workspace"], limits) or status  # what was taken since the last look counts too
         report = Result(status, output, code, seconds)
     except BaseException as error:
-        # Also in the process of a program that could not shut all doors: it comes here too, before us.
+        # Also in the process of a program that could not shut all doors: it comes here too, before
+        # us.
         end_all_below()
         report = Result("sandbox", f"{type(error).__name__}: {error}", None, 0.0)
     with suppress(OSError):
@@ -1390,7 +1400,8 @@ def watch(program, started, workspace, limits, log, control):
 def bury_children(program):
     """Collect the children that ended, and return the program's exit code, or None if it is not among them.
 
-    The orphans of the program are children of the supervisor. Zombies would count as processes of the program.
+    The orphans of the program are children of the supervisor. Zombies would count as processes of
+    the program.
     """
     while True:
         pid, wait_status = os.waitpid(-1, os.WNOHANG)
@@ -1418,7 +1429,8 @@ def excess(workspace, limits):
         with suppress(OSError):  # it has ended meanwhile
             memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
             counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-            # wchar misses what is written through mmap; write_bytes misses what is written to a tmpfs.
+            # wchar misses what is written through mmap; write_bytes misses what is written to a
+            # tmpfs.
             written += max(int(counts["wchar"]), int(counts["write_bytes"]))
 
     # What was written is counted too, for open files without a name are seen nowhere else.
@@ -1451,8 +1463,8 @@ def stats_below(folder):
 def end_all_below(*groups):
     """Kill by descent until nothing is left: a process can leave its group and its session, not its ancestors.
 
-    `groups` are process groups to kill as well, as negative numbers: where there is no /proc, that is
-    all that can be done.
+    `groups` are process groups to kill as well, as negative numbers: where there is no /proc, that
+    is all that can be done.
     """
     with suppress(ChildProcessError):  # raised by waitpid when there is no child any more
         while True:
@@ -1474,7 +1486,7 @@ def descendants(pid):
     return found[1:]
 
 
-# ---- The program -----------------------------------------------------------------------------------------------------
+# ---- The program ---------------------------------------------------------------------------------
 
 
 def run_program(job, limits, log):
@@ -1489,13 +1501,15 @@ def run_program(job, limits, log):
     os.dup2(log, 1)
     os.dup2(log, 2)
 
-    # Set the kernel's limits of a single process. (Not of NPROC: it counts all threads of the user, the trainer's too.)
+    # Set the kernel's limits of a single process. (Not of NPROC: it counts all threads of the user,
+    # the trainer's too.)
     most = dict(CPU=int(limits.timeout) + 5, AS=limits.memory, FSIZE=limits.disk, NOFILE=256, CORE=0)
     for kind, value in most.items():
         with suppress(ValueError, OSError):  # a lower one may hold already, and macOS does not take that of memory
             resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (value, value))
 
-    # Shut the doors. A door that does not shut is an exception, which supervise() reports to the host.
+    # Shut the doors. A door that does not shut is an exception, which supervise() reports to the
+    # host.
     if job["level"] != "limits":
         lock_down(workspace, job["user"])
     elif os.geteuid() == 0:
@@ -1519,8 +1533,8 @@ def run_program(job, limits, log):
 
 def renew_interpreter(workspace):
     """Make the streams and modules look as in a new interpreter."""
-    # Written line by line, so that what was printed before a kill is kept. Characters that UTF-8 cannot
-    # hold are replaced.
+    # Written line by line, so that what was printed before a kill is kept. Characters that UTF-8
+    # cannot hold are replaced.
     how = dict(mode="w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, **how)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, **how)  # noqa: SIM115
@@ -1534,7 +1548,8 @@ def renew_interpreter(workspace):
 
 def execute(code, namespace, errors):
     """Execute the code, print what it raises as the interpreter would, and return its exit code."""
-    # Tracebacks show the program's lines: an entry holds size, time (None: never check it), lines and name.
+    # Tracebacks show the program's lines: an entry holds size, time (None: never check it), lines
+    # and name.
     linecache.cache["<action>"] = (0, None, code.splitlines(True), "<action>")
     try:
         exec(compile(code, "<action>", "exec", dont_inherit=True), namespace)
@@ -1548,7 +1563,7 @@ def execute(code, namespace, errors):
     return 1
 
 
-# ---- How a program gives up what it does not need --------------------------------------------------------------------
+# ---- How a program gives up what it does not need ------------------------------------------------
 
 
 def lock_down(workspace, user):
@@ -1574,7 +1589,8 @@ def lock_down(workspace, user):
 
 def give_up_files(workspace, version):
     """With Landlock: leave the workspace, some places to read, some devices, and no way to processes outside."""
-    # What the rules are about. A kernel refuses features that its version of Landlock does not know.
+    # What the rules are about. A kernel refuses features that its version of Landlock does not
+    # know.
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1  # the rights on files that a version knows
     network = 3 if version >= 4 else 0  # TCP: bind and connect
     scopes = 3 if version >= 6 else 0  # abstract sockets, and signals, of processes outside
@@ -1595,8 +1611,8 @@ def give_up_files(workspace, version):
 
 def give_up_calls(column, version):
     """With seccomp: a filter that sees the machine, a system call's number, and its first argument."""
-    # Calls in another machine's way have other numbers. On x86, the numbers from 2^30 on are all calls
-    # once more.
+    # Calls in another machine's way have other numbers. On x86, the numbers from 2^30 on are all
+    # calls once more.
     steps = [step(LOAD, MACHINE), step(IF_EQUAL, AUDIT[column], skip_if=1), step(RETURN, KILL)]
     steps += [step(LOAD, CALL_NUMBER), step(IF_NOT_LESS, 1 << 30, skip_else=1), step(RETURN, PERMISSION)]
 
@@ -1629,7 +1645,8 @@ def if_call(number, verdict):
 def if_first_argument(number, test, value, verdict):
     """Steps that say: if this is the call's number and its first argument passes the test, the verdict is this.
 
-    If it does not pass, the call is allowed at once: the argument was loaded over the call's number.
+    If it does not pass, the call is allowed at once: the argument was loaded over the call's
+    number.
     """
     found = [step(IF_EQUAL, number, skip_else=4), step(LOAD, FIRST_ARGUMENT), step(test, value, skip_else=1)]
     return [*found, step(RETURN, verdict), step(RETURN, ALLOW)]
@@ -1644,7 +1661,7 @@ def kernel(name, *args):
     return result
 
 
-# ---- Tables ----------------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -1656,18 +1673,18 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 
-# Steps of a seccomp filter, and what LOAD can load: places in the kernel's description of a call. The
-# first argument is its lower 32 bits.
+# Steps of a seccomp filter, and what LOAD can load: places in the kernel's description of a call.
+# The first argument is its lower 32 bits.
 LOAD, IF_EQUAL, IF_NOT_LESS, IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 CALL_NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16
 
-# Verdicts of a seccomp filter. FAIL + number: the call is not done, and the program sees that error number
-# (1 is EPERM, 38 ENOSYS; 0 is no error, so that the call looks done).
+# Verdicts of a seccomp filter. FAIL + number: the call is not done, and the program sees that error
+# number (1 is EPERM, 38 ENOSYS; 0 is no error, so that the call looks done).
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 PERMISSION, NO_SUCH_CALL, PRETEND = FAIL + 1, FAIL + 38, FAIL + 0
 
-# The machines, as sys.platform and os.uname().machine. Each pair of numbers in the tables below is for
-# these two, in this order.
+# The machines, as sys.platform and os.uname().machine. Each pair of numbers in the tables below is
+# for these two, in this order.
 MACHINES = ["linux x86_64", "linux aarch64"]
 AUDIT = (0xC000003E, 0xC00000B7)  # by this number a filter knows the machine
 
@@ -1707,7 +1724,8 @@ REFUSED = {
     "mq_open": (240, 180),
 }
 
-# Refused before version 6 of Landlock, which confines signals. Until then a program can send none, even to itself.
+# Refused before version 6 of Landlock, which confines signals. Until then a program can send none,
+# even to itself.
 SIGNALS = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -1730,15 +1748,18 @@ REFUSED_IF = {
 # "Done", but not: shutil.copy must work, and the modes of files outside must stay as they are.
 PRETENDED = {"chmod": (90, 53), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)}
 
-# "No such call": a filter cannot see the flags of clone3. Without it libc takes clone, whose flags it can see.
+# "No such call": a filter cannot see the flags of clone3. Without it libc takes clone, whose flags
+# it can see.
 UNKNOWN = {"clone3": (435, 435)}
 
-# What a program may read: Python, the system's libraries, and what these libraries ask for (joblib, for cgroups).
+# What a program may read: Python, the system's libraries, and what these libraries ask for (joblib,
+# for cgroups).
 READABLE = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd"]
 READABLE += ["/proc/self", "/proc/meminfo", "/proc/cpuinfo", "/sys/devices/system/cpu", "/sys/fs/cgroup"]
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
-# All that a program sees of the environment: the trainer's holds keys. (Joblib's semaphores would need /dev/shm.)
+# All that a program sees of the environment: the trainer's holds keys. (Joblib's semaphores would
+# need /dev/shm.)
 ENVIRONMENT = dict(PATH="/usr/bin:/bin", LANG="C.UTF-8", USER="agent", CUDA_VISIBLE_DEVICES="")
 ENVIRONMENT |= dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", JOBLIB_MULTIPROCESSING="0")
 

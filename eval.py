@@ -1,10 +1,10 @@
 """eval.py: how good is a system of agents on problems that it was not trained on?
 
 Before this: agents.py, model.py, judge.py, rollout.py. After it: train.py.
-Part of the paper: its evaluation, with the statistics that its code gets wrong. Accuracy comes from the truth alone;
-the coach's scores stand beside it. All intervals resample problems, not samples: the samples of one problem are not
-independent, and the paper's Fisher tests, which take them so, are too confident. Data tasks get "fair" figures as well,
-in which failed episodes count.
+Part of the paper: its evaluation, with the statistics that its code gets wrong. Accuracy comes from
+the truth alone; the coach's scores stand beside it. All intervals resample problems, not samples:
+the samples of one problem are not independent, and the paper's Fisher tests, which take them so,
+are too confident. Data tasks get "fair" figures as well, in which failed episodes count.
 
 What we leave out: significance tests.
 
@@ -29,7 +29,7 @@ from judge import FAIR, METRICS, has_rules, nobody, rules
 from model import compute_dtype, load
 from rollout import Sampling, collect, rank, together
 
-# ---- Statistics. All of them take records: what rollout.record() makes of episodes -----------------------------------
+# ---- Statistics. All of them take records: what rollout.record() makes of episodes ---------------
 
 
 def pass_at_k(samples, correct, k):
@@ -46,8 +46,8 @@ def pass_at_k(samples, correct, k):
 def majority(answers, right):
     """Is the most frequent answer right? Votes are over the normalised answers, not over their correctness.
 
-    answers: one for each sample, None (no vote) where there was none; right: the right ones among them. Of answers
-    that are equally frequent, the share that is right counts.
+    answers: one for each sample, None (no vote) where there was none; right: the right ones among
+    them. Of answers that are equally frequent, the share that is right counts.
 
     >>> majority(["3", "4", "4", None], {"4"}), majority(["3", "4"], {"4"}), majority([None, None], set())
     (1.0, 0.5, 0.0)
@@ -63,7 +63,8 @@ def majority(answers, right):
 def interval(per_problem, resamples=10_000):
     """95% bootstrap interval [low, high] of the mean over problems; per_problem [P] holds one mean for each problem.
 
-    The same resamples are drawn at every call, so two intervals on the same problems can be compared.
+    The same resamples are drawn at every call, so two intervals on the same problems can be
+    compared.
     """
     values = np.asarray(per_problem, dtype=float)
     picks = np.random.RandomState(0).randint(len(values), size=(resamples, len(values)))
@@ -107,9 +108,9 @@ def summarise_agent(records, name):
 def kind_figures(records):
     """The figures of data tasks, by kind of task; empty where problems have no kinds.
 
-    kind -> episodes, success (the share of valid submissions), and every metric's mean over the valid ones (None if
-    there are none) and, as fair_..., over all, with a failed episode counted as judge.FAIR. Both are over the episodes
-    whose task has the metric (ROC-AUC: two classes).
+    kind -> episodes, success (the share of valid submissions), and every metric's mean over the
+    valid ones (None if there are none) and, as fair_..., over all, with a failed episode counted as
+    judge.FAIR. Both are over the episodes whose task has the metric (ROC-AUC: two classes).
     """
     figures = {}
     for kind in sorted({r["kind"] for r in records} - {""}):
@@ -158,8 +159,9 @@ def coach_bias(records, name, kind):
 def summarise(records, names):
     """The figures of one evaluation.
 
-    accuracy (avg@k: the share of correct episodes) with its 95% interval, pass_at (k -> pass@k), majority vote (None
-    where results are no answers), unfinished (episodes that ended early), agents (name -> summarise_agent()), kinds.
+    accuracy (avg@k: the share of correct episodes) with its 95% interval, pass_at (k -> pass@k),
+    majority vote (None where results are no answers), unfinished (episodes that ended early),
+    agents (name -> summarise_agent()), kinds.
     """
     groups = by_problem(records).values()
     accuracies = problem_accuracies(records)
@@ -194,7 +196,7 @@ def compare(base, trained):
     return dict(accuracy=float(differences.mean()), interval=interval(differences))
 
 
-# ---- For people ------------------------------------------------------------------------------------------------------
+# ---- For people ----------------------------------------------------------------------------------
 
 
 def shown(figure, digits=3):
@@ -238,7 +240,7 @@ def print_figures(figures, setup):
         print(f"{shown(row['correlation'], 2)} ({row['actions']} actions)")
 
 
-# ---- Running ---------------------------------------------------------------------------------------------------------
+# ---- Running -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -308,7 +310,8 @@ def read_problems(options, setup):
 
 def evaluate_systems(options, setup, device):
     """Every system on every problem, shared among all processes; returns the JSON object that --json prints."""
-    # what is there already, first: a file that cannot be read must not show after an hour of sampling
+    # what is there already, first: a file that cannot be read must not show after an hour of
+    # sampling
     trained_on = together(rollout.read_log, os.path.join(options.run, "episodes.jsonl")) if options.run else []
     files = together(read_problems, options, setup)
     pipeline = setup.pipeline

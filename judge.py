@@ -1,14 +1,16 @@
 r"""judge.py: the coach, which scores every action from 0 to 10, and the grading against the truth.
 
 Before this: agents.py, model.py. After it: rollout.py.
-Part of the paper: per-action process rewards. A coach is a function from Cases to verdicts. It looks at an agent's
-role, at what it was handed, what it wrote and what its program answered, and gives each case a Verdict or a Failure.
-It never guesses: an action whose verdict failed is left out of the update and counted (the paper's code gives it a 5).
-What a coach says about correctness never enters a reward or the accuracy: those come from the Grade alone, which a
-function of GRADERS finds by the truth. Three coaches: rules(), offline, for the miniatures; a language model behind an
-API; a language model run here.
+Part of the paper: per-action process rewards. A coach is a function from Cases to verdicts. It
+looks at an agent's role, at what it was handed, what it wrote and what its program answered, and
+gives each case a Verdict or a Failure.
+It never guesses: an action whose verdict failed is left out of the update and counted (the paper's
+code gives it a 5). What a coach says about correctness never enters a reward or the accuracy: those
+come from the Grade alone, which a function of GRADERS finds by the truth. Three coaches: rules(),
+offline, for the miniatures; a language model behind an API; a language model run here.
 
-What we leave out: coaches that compare several actions, and Kaggle's own measures beyond the paper's six.
+What we leave out: coaches that compare several actions, and Kaggle's own measures beyond the
+paper's six.
 Try the grading:  python -c "import judge; print(judge.grade_math(r'so it is \boxed{\frac12}', '0.5'))"
 """
 
@@ -35,7 +37,7 @@ import agents
 from agents import InputError, after_thinking, extract_program, missing_files, value_of
 from model import load, sample
 
-# ---- What goes in and what comes out ---------------------------------------------------------------------------------
+# ---- What goes in and what comes out -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Failure:
     detail: str
 
 
-# ---- Grading answers -------------------------------------------------------------------------------------------------
+# ---- Grading answers -----------------------------------------------------------------------------
 
 
 def boxed(text):
@@ -174,7 +176,7 @@ def grade_answer(problem, reply, read_file):
     return Grade(correct, float(correct), "" if correct else "the answer is wrong", answer=answer)
 
 
-# ---- Grading submissions: in numpy alone, which is there everywhere. Proved equal to scikit-learn's in test_grading.py
+# ---- Grading submissions, in numpy alone; test_grading.py proves it equal to scikit-learn's ------
 
 METRICS = {"classification": ("accuracy", "f1", "roc_auc"), "regression": ("rmse", "mae", "rmse_range")}
 FAIR = dict(accuracy=0.5, f1=0.0, roc_auc=0.5, rmse_range=50.0)  # what a failed episode counts as, after the paper
@@ -249,7 +251,8 @@ def f1_score(truth, predicted, label):
 def classification_metrics(truth, predicted):
     """accuracy, f1 and, with two classes, roc_auc of one column; both arguments [N], of texts or of numbers.
 
-    f1 is that of the higher of two classes, or the mean over more. Where classes are numbers, a score or probability
+    f1 is that of the higher of two classes, or the mean over more. Where classes are numbers, a
+    score or probability
     may be predicted: above the middle of two classes it means the higher one.
     """
     classes = np.unique(truth)
@@ -307,7 +310,8 @@ def true_values(texts, kind):
 def grade_submission(data, problem):
     """The Grade of a submission.csv (its bytes): joined on the id, rows and columns in any order.
 
-    Metrics are means over the task's targets. Whatever is wrong with it is a reason, never an exception.
+    Metrics are means over the task's targets. Whatever is wrong with it is a reason, never an
+    exception.
     """
     answer_key = problem.answer_key
     answers = read_answers(answer_key, problem.kind)
@@ -379,11 +383,11 @@ def grade_workspace(problem, reply, read_file):
     return grade_submission(data, problem)
 
 
-# Pipeline.graded_by -> function (problem, the last agent's reply, read_file) -> Grade. read_file gives the bytes of a
-# file in the workspace by its name, or raises OSError.
+# Pipeline.graded_by -> function (problem, the last agent's reply, read_file) -> Grade. read_file
+# gives the bytes of a file in the workspace by its name, or raises OSError.
 GRADERS = {"answer": grade_answer, "submission": grade_workspace}
 
-# ---- The offline coach of the miniature pipelines --------------------------------------------------------------------
+# ---- The offline coach of the miniature pipelines ------------------------------------------------
 
 
 def score_solver(case):
@@ -433,8 +437,9 @@ TABLE_NEEDS = {"Engineer": (), "Modeler": ("X_train.npy", "y_train.npy"), "Analy
 def score_table(case):
     """An agent of the tables pipeline.
 
-    Blame follows the files: an agent that fails for lack of one that an earlier agent owed is not at fault. Otherwise
-    its program counts, step by step, and for the Analyst also what its submission measures.
+    Blame follows the files: an agent that fails for lack of one that an earlier agent owed is not
+    at fault. Otherwise its program counts, step by step, and for the Analyst also what its
+    submission measures.
     """
     if extract_program(case.reply) is None:
         return Verdict(0, "there is no program")
@@ -479,7 +484,7 @@ def nobody(cases):
     return [Failure("none", "no coach was asked")] * len(cases)
 
 
-# ---- Language-model coaches: what they are asked ---------------------------------------------------------------------
+# ---- Language-model coaches: what they are asked -------------------------------------------------
 
 COACH = """You coach agents who work on a problem one after another. You are shown one action of one agent: its job,
 what it was handed, what it wrote, and what its program really printed. Judge how well the agent did its own job, given
@@ -565,7 +570,7 @@ def file_trail(case):
     return "".join(f"\n{title}: {fenced(text)}" for title, text in parts.items())
 
 
-# ---- Language-model coaches: how their replies are read --------------------------------------------------------------
+# ---- Language-model coaches: how their replies are read ------------------------------------------
 
 MARKS = r"""[\s*_`"'<>#()\[\]]*"""  # what models decorate a line with
 SCORE_PART = rf"(?:final\s+)?score{MARKS}[:=]{MARKS}(-?\d+(?:\.\d+)?)(?:\s*/\s*10(?:\.0+)?)?(?![\d/])"
@@ -626,7 +631,7 @@ def judge_by(ask, cases):
     return verdicts
 
 
-# ---- A coach behind an API -------------------------------------------------------------------------------------------
+# ---- A coach behind an API -----------------------------------------------------------------------
 
 
 class PassingTrouble(Exception):
@@ -645,8 +650,8 @@ class Usage:
 class ApiModel:
     """A chat model behind any OpenAI-compatible endpoint, as `ask` of judge_by.
 
-    Only 429, 5xx, time-outs and broken connections are tried again, with growing, jittered pauses (Retry-After is
-    honoured), until the deadline.
+    Only 429, 5xx, time-outs and broken connections are tried again, with growing, jittered pauses
+    (Retry-After is honoured), until the deadline.
     """
 
     url: str
@@ -782,7 +787,7 @@ def retry_after(headers):
         return 0.0
 
 
-# ---- A coach run here ------------------------------------------------------------------------------------------------
+# ---- A coach run here ----------------------------------------------------------------------------
 
 
 class LocalModel:

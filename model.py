@@ -8,12 +8,13 @@ rho_t = pi_theta(y_t) / pi_old(y_t) and in the KL penalty against pi_ref:
     sample()          draws y_1..y_T, and returns their log-probabilities as it saw them
     token_logprobs()  computes the log-probabilities of given ids: pi_old and pi_ref, and with gradients pi_theta
 
-Both go through `Transformer.logits`, so they agree about masking and temperature. In bfloat16 they still differ, by
+Both go through `Transformer.logits`, so they agree about masking and temperature. In bfloat16 they
+still differ, by
 their kernels and shapes: the scorer is the authority, and train.py measures the sampler against it.
 
-One decoder family covers Qwen2/Qwen2.5, Qwen3, Llama and what shares their layout (SmolLM2, DeepSeek-R1-Distill):
-RMSNorm, rotary positions, grouped-query attention (optional QKV bias or QK-norm), SwiGLU, and an output head that
-may be tied to the embedding.
+One decoder family covers Qwen2/Qwen2.5, Qwen3, Llama and what shares their layout (SmolLM2,
+DeepSeek-R1-Distill): RMSNorm, rotary positions, grouped-query attention (optional QKV bias or
+QK-norm), SwiGLU, and an output head that may be tied to the embedding.
 
 What we leave out: dropout, sliding windows, mixtures of experts, tensor parallelism,
 and every sampling trick (top-k, top-p, repetition penalties, forced tokens):
@@ -74,8 +75,8 @@ class ModelConfig:
 def model_config(hf_config):
     """Translate the dict of a Hugging Face config.json into a ModelConfig.
 
-    Raises InputError for an architecture or an option that this file does not implement: to ignore one would give
-    a model that runs and is subtly wrong.
+    Raises InputError for an architecture or an option that this file does not implement: to ignore
+    one would give a model that runs and is subtly wrong.
     """
     # the architecture
     kind = hf_config.get("model_type")
@@ -102,8 +103,8 @@ def model_config(hf_config):
 def rope_settings(hf_config):
     """Return the settings of the rotary positions as one dict, whichever version wrote the file.
 
-    transformers 5 writes all of them into rope_parameters. Earlier versions write rope_theta at the top level and
-    the rest into rope_scaling, in which "type" is the old name of "rope_type".
+    transformers 5 writes all of them into rope_parameters. Earlier versions write rope_theta at the
+    top level and the rest into rope_scaling, in which "type" is the old name of "rope_type".
     """
     written = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     rope_type = written.get("type", "default")
@@ -138,10 +139,10 @@ class RMSNorm(nn.Module):
         return self.weight * h.to(x.dtype)
 
 
-# Rotary positions (RoPE, arXiv 2104.09864): pair i of the D/2 pairs of dimensions of a query or key is turned by
-# position / period_i radians, with period_i = theta^(2i/D). A "period" here is the number of positions per radian,
-# so a whole turn takes 2 pi periods. Scaling fits a longer context into the angles of the original one: it lengthens
-# periods by up to `factor`.
+# Rotary positions (RoPE, arXiv 2104.09864): pair i of the D/2 pairs of dimensions of a query or key
+# is turned by position / period_i radians, with period_i = theta^(2i/D). A "period" here is the
+# number of positions per radian, so a whole turn takes 2 pi periods. Scaling fits a longer context
+# into the angles of the original one: it lengthens periods by up to `factor`.
 
 
 def linear_periods(period, config):
@@ -152,8 +153,8 @@ def linear_periods(period, config):
 def llama3_periods(period, config):
     """Lengthen only the periods of pairs that turn seldom within the original context.
 
-    A pair turns context / (2 pi period) times. It keeps its period from high_freq_factor turns on, gets
-    factor * period up to low_freq_factor turns, and a frequency in between for turns between:
+    A pair turns context / (2 pi period) times. It keeps its period from high_freq_factor turns on,
+    gets factor * period up to low_freq_factor turns, and a frequency in between for turns between:
 
         kept    = (turns - low) / (high - low), clamped to [0, 1]
         period' = period / (kept + (1 - kept) / factor)
@@ -169,13 +170,14 @@ def llama3_periods(period, config):
 def yarn_periods(period, config):
     """Lengthen only the periods of pairs that turn seldom, interpolating along the index of the pair.
 
-    The idea is that of llama3, with beta_fast and beta_slow turns as limits, but the share that is kept falls with
-    the pair's index i and not with its number of turns:
+    The idea is that of llama3, with beta_fast and beta_slow turns as limits, but the share that is
+    kept falls with the pair's index i and not with its number of turns:
 
         kept    = 1 - (i - first) / (last - first), clamped to [0, 1]
         period' = period / (kept + (1 - kept) / factor)
 
-    Source: YaRN, arXiv 2309.00071, section 3.2, as in its released code (the paper's own formula goes by turns).
+    Source: YaRN, arXiv 2309.00071, section 3.2, as in its released code (the paper's own formula
+    goes by turns).
     """
     first = max(math.floor(pair_with_turns(config.rope.get("beta_fast") or 32, config)), 0)
     last = min(math.ceil(pair_with_turns(config.rope.get("beta_slow") or 1, config)), config.head_dim - 1)
@@ -198,7 +200,8 @@ def original_context(config):
 def attention_factor(config):
     """Return the factor on cos and sin, and so on queries and keys: 1 except for yarn.
 
-    By default it is 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4): it sharpens attention in longer contexts.
+    By default it is 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4): it sharpens attention in
+    longer contexts.
     """
     if config.rope["rope_type"] != "yarn":
         return 1.0
@@ -233,10 +236,10 @@ SLOT_STEP = 256
 class KVCache:
     """Keys and values of the tokens seen so far: for each layer one tensor [2, rows, slots, kv_heads, D].
 
-    NOTE: a token's slot IS its position. Ragged contexts therefore need no left padding: each row fills its own
-    slots 0..length-1. What a padded prefill wrote beyond them is overwritten when the row gets there, and a query
-    at position p looks at exactly the slots <= p.
-    A cache lives inside one call of sample(): none survives an update of the weights.
+    NOTE: a token's slot IS its position. Ragged contexts therefore need no left padding: each row
+    fills its own slots 0..length-1. What a padded prefill wrote beyond them is overwritten when the
+    row gets there, and a query at position p looks at exactly the slots <= p. A cache lives inside
+    one call of sample(): none survives an update of the weights.
     """
 
     def __init__(self, config, rows, slots, device, dtype):
@@ -253,7 +256,8 @@ class KVCache:
     def write(self, layer, positions, keys, values):
         """Store keys and values [B, T, kv_heads, D] at positions [B, T], from row first_row on.
 
-        Returns keys and values [2, B, S, kv_heads, D]: the first slots of these B rows, all used ones among them.
+        Returns keys and values [2, B, S, kv_heads, D]: the first slots of these B rows, all used
+        ones among them.
         """
         first, end = self.first_row, self.first_row + len(keys)
         rows = torch.arange(first, end, device=keys.device)[:, None]  # [B, 1]
@@ -263,7 +267,8 @@ class KVCache:
     def seen_slots(self):
         """How many slots a decoding pass looks at: the used ones, rounded up so that shapes seldom change.
 
-        NOTE: kernels that plan by shape would plan anew at every token. What lies beyond a row's position is masked.
+        NOTE: kernels that plan by shape would plan anew at every token. What lies beyond a row's
+        position is masked.
         """
         return min(math.ceil(self.used_slots / SLOT_STEP) * SLOT_STEP, self.layers[0].shape[2])
 
@@ -285,7 +290,8 @@ class Attention(nn.Module):
     def forward(self, x, angles, positions, cache, layer):
         """Map x [B, T, H] to [B, T, H]; writes into the cache, if there is one.
 
-        angles: cos and sin from rotary_angles. positions: [B, T]. layer: the index of this block in the cache.
+        angles: cos and sin from rotary_angles. positions: [B, T]. layer: the index of this block in
+        the cache.
         """
         B, T, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim))  # [B, T, heads, D]
@@ -304,8 +310,9 @@ class Attention(nn.Module):
         Each token sees itself and the tokens before it. Rows are right-padded, so this causal mask
         already hides the padding from every real token. Returns the shape of q.
         """
-        # NOTE: prefill may use the fresh k and v alone because its cache was empty. is_causal aligns the mask
-        # top-left, so with earlier keys in the cache (chunked prefill) it would be silently wrong.
+        # NOTE: prefill may use the fresh k and v alone because its cache was empty. is_causal
+        # aligns the mask top-left, so with earlier keys in the cache (chunked prefill) it would be
+        # silently wrong.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads or kv_heads, T, D]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -394,12 +401,13 @@ class Transformer(nn.Module):
     def logits(self, hidden, temperature=1.0):
         """Map hidden [N, H] to logits / temperature [N, V] in float32.
 
-        The one place where sampler and scorer get their distribution from. Ids that the tokenizer lacks get -inf:
-        padded vocabularies have rows that no text maps to (Qwen: 151,936 rows, 151,669 tokens), and one sampled by
-        chance would be untrainable garbage.
+        The one place where sampler and scorer get their distribution from. Ids that the tokenizer
+        lacks get -inf: padded vocabularies have rows that no text maps to (Qwen: 151,936 rows,
+        151,669 tokens), and one sampled by chance would be untrainable garbage.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        # NOTE: the product itself is float32. One in bfloat16 rounds logits to steps of up to 0.125 before the softmax.
+        # NOTE: the product itself is float32. One in bfloat16 rounds logits to steps of up to 0.125
+        # before the softmax.
         logits = F.linear(hidden.float(), head.weight.float()) / temperature
         if self.n_tokens < self.config.vocab_size:
             beyond = torch.arange(self.config.vocab_size, device=logits.device) >= self.n_tokens  # [V]
@@ -424,12 +432,13 @@ def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_b
     """Sample one completion for each of B contexts from softmax(logits / temperature).
 
     contexts: B lists of ids, none empty.
-    uniforms: [B, >= max_new_tokens] float64 in [0, 1); row b decides the tokens of completion b, see draw.
+    uniforms: [B, >= max_new_tokens] float64 in [0, 1); row b decides the tokens of completion b,
+    see draw.
     temperature: 0 means greedy (log-probabilities are then those of temperature 1).
     prefill_budget: how many padded tokens are prefilled at a time (see prefill).
 
-    Returns B Completions in the order of the contexts. A row leaves the batch as soon as it draws a stop id.
-    Neither the order nor the company of a row changes its tokens.
+    Returns B Completions in the order of the contexts. A row leaves the batch as soon as it draws a
+    stop id. Neither the order nor the company of a row changes its tokens.
     """
     if not contexts:
         return []
@@ -496,8 +505,8 @@ class Drawn:
 def draw(logits, uniforms):
     """Draw ids [B] from logits [B, V] with uniform numbers [B], by inverse-CDF sampling.
 
-    The id drawn is the first whose cumulative probability exceeds u. One uniform number decides one token, so the
-    same number gives the same token in any batch.
+    The id drawn is the first whose cumulative probability exceeds u. One uniform number decides one
+    token, so the same number gives the same token in any batch.
 
     >>> probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2]]).repeat(4, 1)
     >>> draw(probabilities.log(), torch.tensor([0.0, 0.49, 0.51, 0.81], dtype=torch.float64)).tolist()
@@ -545,12 +554,12 @@ def right_pad(sequences, device):
 def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     """Compute log pi(y_t | context, y_<t) of every completion token, at the temperature of sampling.
 
-    contexts, completions: B lists of ids, none empty.
-    Returns two float32 tensors [N], N = all completion tokens, row after row: the log-probabilities (differentiable)
-    and the entropies in nats (not).
+    contexts, completions: B lists of ids, none empty. Returns two float32 tensors [N], N = all
+    completion tokens, row after row: the log-probabilities (differentiable) and the entropies in
+    nats (not).
 
-    The logits are made for `chunk` tokens at a time, and made again in backward: [N, V] in float32 never exists
-    (for 16,384 tokens of Qwen it would take 10 GB, twice).
+    The logits are made for `chunk` tokens at a time, and made again in backward: [N, V] in float32
+    never exists (for 16,384 tokens of Qwen it would take 10 GB, twice).
     """
     if not contexts:
         return torch.zeros(0, device=model.device), torch.zeros(0, device=model.device)
@@ -592,9 +601,9 @@ PLAIN_CHAT = (
 def load(path, device="cpu", dtype=torch.float32, positions=0):
     """Load (model, tokenizer) from a Hugging Face folder, or from a hub id, which is downloaded.
 
-    positions: how long contexts and completions together may get; a model that is made for fewer is refused.
-    Raises InputError then, and when the folder or a file is missing, when the architecture is not supported, or when a
-    tensor is missing, left over or of the wrong shape.
+    positions: how long contexts and completions together may get; a model that is made for fewer is
+    refused. Raises InputError then, and when the folder or a file is missing, when the architecture
+    is not supported, or when a tensor is missing, left over or of the wrong shape.
     """
     # config, first of all: it says what is unsupported before the slow parts
     folder = path if os.path.isdir(path) else download(path)
@@ -766,7 +775,8 @@ def tiny_tokenizer(pieces):
     ids = {piece: i for i, piece in enumerate(vocabulary)}
     words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
 
-    # text is cut at the pieces, the longest first: a regular expression takes the first alternative that fits
+    # text is cut at the pieces, the longest first: a regular expression takes the first alternative
+    # that fits
     pattern = "|".join(re.escape(piece) for piece in sorted(pieces, key=len, reverse=True))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     words.decoder = decoders.Fuse()

@@ -1,15 +1,17 @@
 """rollout.py: runs the agents of a pipeline on problems and records what they did.
 
 Before this: agents.py, model.py, judge.py. After it: eval.py, train.py.
-Part of the paper: data collection. For each agent in turn: sample one reply for every episode, batch by batch; run the
-programs of a batch in the sandbox while the next batch is sampled; hand the finished actions to the coach, which works
-in the background while the next agent generates. Every episode has a workspace of its own, in which files stay from
-action to action. All that the host takes from it is a listing, and the bytes of the file that is graded.
-`Action` is the only thing that rollout, judge and train share: the record of what was sampled, under which ids, with
-which log-probabilities. Text is derived from it, for people, coaches and other agents.
+Part of the paper: data collection. For each agent in turn: sample one reply for every episode,
+batch by batch; run the programs of a batch in the sandbox while the next batch is sampled; hand the
+finished actions to the coach, which works in the background while the next agent generates. Every
+episode has a workspace of its own, in which files stay from action to action. All that the host
+takes from it is a listing, and the bytes of the file that is graded. `Action` is the only thing
+that rollout, judge and train share: the record of what was sampled, under which ids, with which
+log-probabilities. Text is derived from it, for people, coaches and other agents.
 Also here: how the processes of a run talk to each other, and how commands end.
 
-What we leave out: asynchronous training on old samples, and refilling the batch with new episodes as rows finish.
+What we leave out: asynchronous training on old samples, and refilling the batch with new episodes
+as rows finish.
 Watch agents at work:  python train.py --warm-steps 60 --steps 1; head -n 1 runs/arithmetic/episodes.jsonl
 """
 
@@ -43,7 +45,7 @@ from agents import (
 from judge import GRADERS, Case, Failure, Grade, Verdict, measures
 from model import sample
 
-# ---- Processes. Every process calls the same collectives in the same order, whatever its data ------------------------
+# ---- Processes. Every process calls the same collectives in the same order, whatever its data ----
 
 
 def rank():
@@ -115,8 +117,9 @@ class OtherFailed(Exception):
 def together(function, *arguments):
     """The result of a function that may fail on one process alone, and that holds no collective. A collective itself.
 
-    NOTE: a process that left with its error while the others went on to their next collective would leave them
-    waiting there. Here all of them learn of it: the failing one raises its own error, the others OtherFailed.
+    NOTE: a process that left with its error while the others went on to their next collective would
+    leave them waiting there. Here all of them learn of it: the failing one raises its own error,
+    the others OtherFailed.
     """
     result, error = None, None
     try:
@@ -180,7 +183,7 @@ def open_sandbox(settings, pipeline):
     return Sandbox(settings.sandbox, pipeline.preload, cores, **limits)
 
 
-# ---- What is recorded ------------------------------------------------------------------------------------------------
+# ---- What is recorded ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -236,8 +239,8 @@ class Sampling:
 def uniforms(stream, problem_id, sample_index, agent, turn, count):
     """One uniform number per token for one action: [count] float64 in [0, 1).
 
-    Neither the rank, nor the batch, nor the order of work enters: no change of hardware changes a draw. numpy
-    guarantees RandomState's streams for ever.
+    Neither the rank, nor the batch, nor the order of work enters: no change of hardware changes a
+    draw. numpy guarantees RandomState's streams for ever.
     """
     seed = digest(stream, problem_id, sample_index, agent, turn)
     return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).random_sample(count)
@@ -254,7 +257,7 @@ def make_episodes(problems, samples):
     return episodes[rank() :: world()]
 
 
-# ---- Running ---------------------------------------------------------------------------------------------------------
+# ---- Running -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -268,8 +271,8 @@ class Judging:
 def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling):
     """Run the pipeline on new episodes, in place; returns them.
 
-    models: agent name -> Transformer; coach: Cases -> verdicts. When this returns, every action has its verdict and no
-    workspace is left.
+    models: agent name -> Transformer; coach: Cases -> verdicts. When this returns, every action has
+    its verdict and no workspace is left.
     """
     programs = ThreadPoolExecutor(16)  # its threads only wait: the sandbox counts the cores
     background = ThreadPoolExecutor(1)  # for the coach
@@ -300,7 +303,8 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling
             for action, verdict in zip(judged.actions, judged.verdicts.result(), strict=True):
                 action.verdict = verdict
     finally:
-        # after an error, or a signal, nobody waits for what still runs: closing the sandbox will end programs
+        # after an error, or a signal, nobody waits for what still runs: closing the sandbox will
+        # end programs
         failed = sys.exc_info()[0] is not None
         programs.shutdown(wait=not failed, cancel_futures=True)
         background.shutdown(wait=not failed, cancel_futures=True)
@@ -313,8 +317,9 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling
 def collect(pipeline, models, tokenizer, problems, samples, coach, sandbox, sampling, interruptible=nullcontext):
     """Run `samples` episodes for each problem, dealt out to all processes, which call this together.
 
-    interruptible: context manager in which a signal may raise Stopped: weights do not change while episodes run.
-    Returns (this process's Episodes, the records of all processes in order of their index).
+    interruptible: context manager in which a signal may raise Stopped: weights do not change while
+    episodes run. Returns (this process's Episodes, the records of all processes in order of their
+    index).
     """
     episodes = make_episodes(problems, samples)
 
@@ -398,7 +403,8 @@ def sample_batches(agent, turn, episodes, contexts, model, tokenizer, sampling):
 def text_of(ids, context, tokenizer):
     """The text of sampled ids, without special tokens."""
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    # some templates (R1-Distill's) open the thinking part themselves: without its mark, thoughts would be answers
+    # some templates (R1-Distill's) open the thinking part themselves: without its mark, thoughts
+    # would be answers
     if tokenizer.decode(context[-4:]).rstrip().endswith("<think>"):
         text = "<think>" + text
     return text
@@ -448,7 +454,7 @@ def run_program(pipeline, episode, sandbox):
         episode.error = "its workspace is full"  # all later programs would fail
 
 
-# ---- Records: lines of episodes.jsonl, on which all statistics rest --------------------------------------------------
+# ---- Records: lines of episodes.jsonl, on which all statistics rest ------------------------------
 
 
 def record(episode):

@@ -1,7 +1,7 @@
 """train.py: MAPPA. Every agent learns, with its own weights, from the coach's scores of its own actions.
 
-Before this: agents.py, model.py, judge.py, rollout.py, eval.py.
-For an action with sampled tokens y_1..y_T and coach score c, R = c / 10 and, with gamma = 1 and within the action only,
+Before this: agents.py, model.py, judge.py, rollout.py, eval.py. For an action with sampled tokens
+y_1..y_T and coach score c, R = c / 10 and, with gamma = 1 and within the action only,
 
     kl_t  = log pi_old(y_t) - log pi_ref(y_t)              k1 estimator, detached; ref = the agent's starting weights
     r_t   = -beta kl_t + [t = T] R                         the KL penalty is part of the reward, not of the loss
@@ -10,10 +10,12 @@ For an action with sampled tokens y_1..y_T and coach score c, R = c / 10 and, wi
     rho_t = pi_theta(y_t) / pi_old(y_t)
     L     = - mean over actions, mean over tokens, of min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)
 
-(pi_old is what token_logprobs() says of the policy before its first update, not what the sampler said.)
+(pi_old is what token_logprobs() says of the policy before its first update, not what the sampler
+said.)
 
-One script, any number of processes: each samples and scores its share of the episodes; statistics and gradients are
-summed over all of them, so that the number of processes changes the speed and nothing else.
+One script, any number of processes: each samples and scores its share of the episodes; statistics
+and gradients are summed over all of them, so that the number of processes changes the speed and
+nothing else.
 
     what                              CPU       GPU        why
     weights for sampling and scoring  float32   bfloat16   every process holds those of all agents: sampling is local
@@ -31,8 +33,9 @@ Words, here and in the other files:
     policy       one set of weights and the agents that use it; reference: the weights that all agents started from
     rank, world  number of this process; how many there are
 
-What we leave out: critic, entropy bonus, KL in the loss, returns across turns or agents (as in the paper); tensor and
-pipeline parallelism. Where the official code differs from the paper we follow the paper, see README.
+What we leave out: critic, entropy bonus, KL in the loss, returns across turns or agents (as in the
+paper); tensor and pipeline parallelism. Where the official code differs from the paper we follow
+the paper, see README.
 
     python train.py                                        # three tiny agents learn arithmetic on a laptop
     python train.py --pipeline tables                      # three others learn data analysis
@@ -74,7 +77,7 @@ from judge import ApiModel, Failure, LocalModel, has_rules, judge_by, nobody, ru
 from model import Transformer, compute_dtype, load, save, tiny, token_logprobs
 from rollout import Action, RunError, Sampling, Stopped, all_reduce, barrier, collect, gather, rank, together, world
 
-# ---- Configuration ---------------------------------------------------------------------------------------------------
+# ---- Configuration -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -290,14 +293,15 @@ def check_config(config):
     require(config.judge != "local" or config.judge_model, "--judge local needs --judge-model FOLDER_OR_ID")
 
 
-# ---- Processes -------------------------------------------------------------------------------------------------------
+# ---- Processes -----------------------------------------------------------------------------------
 
 
 def time_limit(config):
     """Seconds that processes may wait for each other: what the longest step of one of them can take.
 
-    Nothing bounds a step but its own limits: every action of every agent at its generation limit (0.1 s a token), with
-    a program and a verdict that take all their time; three times, for batches and for the update. At least an hour.
+    Nothing bounds a step but its own limits: every action of every agent at its generation limit
+    (0.1 s a token), with a program and a verdict that take all their time; three times, for batches
+    and for the update. At least an hour.
     """
     actions = sum(agent.max_actions for agent in agents.PIPELINES[config.pipeline].agents)
     action = 0.1 * config.max_new_tokens + config.sandbox_timeout + config.judge_deadline
@@ -308,7 +312,7 @@ def time_limit(config):
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# ---- Rewards and advantages ------------------------------------------------------------------------------------------
+# ---- Rewards and advantages ----------------------------------------------------------------------
 
 
 @dataclass
@@ -324,7 +328,8 @@ class ScoredAction:
     kl: torch.Tensor | None = None  # [T] log pi_old - log pi_ref
     mismatch: torch.Tensor | None = None  # [T] log pi_old by the scorer, minus what the sampler said
     advantage: torch.Tensor | None = None  # [T]
-    # what the forward pass of its update showed about its tokens; actions that are left out keep these values
+    # what the forward pass of its update showed about its tokens; actions that are left out keep
+    # these values
     entropy: float = 0.0  # sum over tokens, in nats
     clipped: int = 0  # tokens whose ratio lies outside 1 - clip .. 1 + clip
     largest_ratio: float = 1.0  # pi_theta / pi_old
@@ -338,7 +343,8 @@ class ScoredAction:
 def reward_of(action, quality, kind):
     """R in [0, 1] of one action, or None if its verdict failed. The one place where the coach's 0-10 is scaled.
 
-    process: c / 10; outcome: how good the episode's end result is (Grade.quality); mixed: the mean of the two.
+    process: c / 10; outcome: how good the episode's end result is (Grade.quality); mixed: the mean
+    of the two.
     """
     if kind == "outcome":
         return quality
@@ -386,8 +392,8 @@ SMALLEST_SPREAD = 0.01  # of rewards in [0, 1]: a tenth of a point of the coach,
 def whiten(values):
     """(values - mean) / std over all tokens of all processes' tensors; values: list of [T] tensors, possibly empty.
 
-    NOTE: a spread below what rewards can resolve is noise of the KL penalty, and must not be blown up to 1. With equal
-    scores and no KL all advantages are 0.
+    NOTE: a spread below what rewards can resolve is noise of the KL penalty, and must not be blown
+    up to 1. With equal scores and no KL all advantages are 0.
     """
     flat = torch.cat([*values, torch.zeros(0)]).double()
     count, total = all_reduce(torch.tensor([len(flat), flat.sum()], dtype=torch.float64)).tolist()
@@ -402,7 +408,8 @@ def whiten(values):
 def compare_in_groups(scored, kind):
     """The rewards, each compared with its group's, over all processes.
 
-    grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group does not differ or has one member.
+    grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group does not differ
+    or has one member.
     """
     groups = {}
     for group, reward in gather([(s.group, s.reward) for s in scored]):
@@ -424,9 +431,11 @@ def compare_in_groups(scored, kind):
 def set_advantages(scored, config):
     """Fill in the advantages of one agent's actions (this process's share of them).
 
-    reinforce++: returns-to-go, whitened once, over all tokens, over all processes, never across agents.
-    grpo, rloo: scores are compared within their group, KL penalties added as they are. (MAPPA's later agents see other
-    inputs in every sample of a group, which is why the paper prefers reinforce++.)
+    reinforce++: returns-to-go, whitened once, over all tokens, over all processes, never across
+    agents.
+    grpo, rloo: scores are compared within their group, KL penalties added as they are. (MAPPA's
+    later agents see other inputs in every sample of a group, which is why the paper prefers
+    reinforce++.)
     """
     used = [s for s in scored if s.weight]
     if config.advantage == "reinforce++":
@@ -439,14 +448,15 @@ def set_advantages(scored, config):
         s.advantage = advantage
 
 
-# ---- Loss ------------------------------------------------------------------------------------------------------------
+# ---- Loss ----------------------------------------------------------------------------------------
 
 
 def policy_loss(logprobs, old, advantages, weights, clip):
     """Sum over tokens of weight * -min(rho A, clip(rho, 1 - clip, 1 + clip) A). All arguments [N] but the last.
 
-    With weights 1 / (actions * tokens of the action) over ALL actions of an optimizer step, on all processes, this is
-    the mean over actions of the mean over tokens, however the actions are split. Returns (loss, rho [N] detached).
+    With weights 1 / (actions * tokens of the action) over ALL actions of an optimizer step, on all
+    processes, this is the mean over actions of the mean over tokens, however the actions are split.
+    Returns (loss, rho [N] detached).
     """
     ratio = (logprobs - old).exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
@@ -487,9 +497,10 @@ def micro_batches_of(scored, batch, config):
 def score_old(model, reference, scored, batches, config):
     """Fill in log pi_old and kl_t of every action, before any weight moves.
 
-    NOTE: by the scorer, and in the micro-batches of the update. The sampler computes the same numbers with other
-    kernels and shapes, and in bfloat16 that alone makes ratios that are clipped before anything is learned. So with
-    policy = reference the first ratios are 1 and all kl_t are 0, exactly, in any dtype. It costs one more forward pass.
+    NOTE: by the scorer, and in the micro-batches of the update. The sampler computes the same
+    numbers with other kernels and shapes, and in bfloat16 that alone makes ratios that are clipped
+    before anything is learned. So with policy = reference the first ratios are 1 and all kl_t are
+    0, exactly, in any dtype. It costs one more forward pass.
     """
     for batch in [*range(batches), None]:
         for micro_batch in micro_batches_of(scored, batch, config):
@@ -501,7 +512,7 @@ def score_old(model, reference, scored, batches, config):
                 s.mismatch = logprobs.cpu() - torch.tensor(s.action.logprobs)
 
 
-# ---- Optimizer: AdamW, sharded over the processes (ZeRO stage 1), with float32 master weights ------------------------
+# ---- Optimizer: AdamW, sharded over the processes (ZeRO stage 1), with float32 master weights ----
 
 
 class ShardedAdamW:
@@ -509,8 +520,9 @@ class ShardedAdamW:
 
         gradient sums --reduce-scatter--> my shard's gradient --AdamW--> my shard --all-gather--> everybody's weights
 
-    All weights lie in one flat buffer of the model's own dtype, of which its parameters become views. NOTE: backward
-    has no collective, each optimizer step exactly three: processes may have any number of micro-batches, or none.
+    All weights lie in one flat buffer of the model's own dtype, of which its parameters become
+    views. NOTE: backward has no collective, each optimizer step exactly three: processes may have
+    any number of micro-batches, or none.
     """
 
     def __init__(self, model, config):
@@ -549,8 +561,8 @@ class ShardedAdamW:
 
             w = w - lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w)
 
-        Returns the gradients' global norm before clipping. If that is not finite, which all processes see, nothing
-        changes.
+        Returns the gradients' global norm before clipping. If that is not finite, which all
+        processes see, nothing changes.
         """
         config, gradient = self.config, self.gradient
         if world() > 1:
@@ -620,7 +632,7 @@ def learning_rate(update, updates, config):
     return config.lr * (config.lr_final + (1 - config.lr_final) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-# ---- One update of one set of weights --------------------------------------------------------------------------------
+# ---- One update of one set of weights ------------------------------------------------------------
 
 
 @dataclass
@@ -635,7 +647,8 @@ class Policy:
 def update(policy, reference, scored, step, config):
     """All optimizer steps of a policy for rollout `step` = 1..; returns agent -> metrics.
 
-    scored: this process's ScoredActions of the policy's agents. Every process must call this, also without any.
+    scored: this process's ScoredActions of the policy's agents. Every process must call this, also
+    without any.
     """
     # advantages
     batches = math.ceil(config.problems * config.samples / config.train_batch)
@@ -643,7 +656,8 @@ def update(policy, reference, scored, step, config):
     for name in policy.agents:
         set_advantages([s for s in scored if s.action.agent == name], config)
 
-    # one denominator: the actions of each optimizer step, on all processes, known before any backward pass
+    # one denominator: the actions of each optimizer step, on all processes, known before any
+    # backward pass
     actions = torch.zeros(batches)
     for s in scored:
         actions[s.batch] += s.weight
@@ -711,7 +725,7 @@ def agent_metrics(scored, config):
     )
 
 
-# ---- Checkpoints: written beside, then renamed; `latest` last --------------------------------------------------------
+# ---- Checkpoints: written beside, then renamed; `latest` last ------------------------------------
 
 
 def write_atomically(path, text):
@@ -740,8 +754,8 @@ OWN_FILES = re.compile(r"(step_\d{6}|base|claim|latest|config\.json|[a-z_]+\.jso
 def save_checkpoint(out, step, policies, tokenizer, keep=0):
     """Write OUT/step_NNNNNN: each agent's Hugging Face folder, and the optimizers' shards. All processes call it.
 
-    keep: how many steps' models stay, the newest; 0: all. Raises RunError on a process that cannot write; the last
-    checkpoint is then as it was.
+    keep: how many steps' models stay, the newest; 0: all. Raises RunError on a process that cannot
+    write; the last checkpoint is then as it was.
     """
     name = f"step_{step:06d}"
     if latest_checkpoint(out) == name:
@@ -827,7 +841,7 @@ def append_lines(out, name, objects):
         file.writelines(json.dumps(line) + "\n" for line in objects)
 
 
-# ---- The embedded model's start: supervised learning on demonstrations of which half are wrong -----------------------
+# ---- The embedded model's start: supervised learning on demonstrations of which half are wrong ----
 
 
 def demonstration_ids(tokenizer, demonstration):
@@ -844,8 +858,9 @@ def demonstration_ids(tokenizer, demonstration):
 
 def warm_start(model, tokenizer, pipeline, config):
     """Train a new embedded model until it can do every agent's job, right about half of the time."""
-    # NOTE: one thread. More would split sums differently, and hundreds of steps blow such a difference up until a run
-    # under torchrun (one thread per process) has another base model than a run without it
+    # NOTE: one thread. More would split sums differently, and hundreds of steps blow such a
+    # difference up until a run under torchrun (one thread per process) has another base model than
+    # a run without it
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_lr)
@@ -878,7 +893,7 @@ def embedded_model(config):
     return base
 
 
-# ---- Before the loop: problems, coach, sandbox, policies -------------------------------------------------------------
+# ---- Before the loop: problems, coach, sandbox, policies -----------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1028,7 +1043,7 @@ def make_policies(start, pipeline, config):
     return policies
 
 
-# ---- The loop --------------------------------------------------------------------------------------------------------
+# ---- The loop ------------------------------------------------------------------------------------
 
 
 def run_training(config):
@@ -1115,8 +1130,9 @@ def train_until_stopped(run, done):
 class StopSignals:
     """Ctrl-C, or torchrun's SIGTERM. A second Ctrl-C ends the process where it stands.
 
-    NOTE: a launcher waits only so long before it kills (torchrun 30 s), and a step of large models takes minutes. While
-    episodes run no weight changes and no collective is open, so there a signal raises Stopped at once.
+    NOTE: a launcher waits only so long before it kills (torchrun 30 s), and a step of large models
+    takes minutes. While episodes run no weight changes and no collective is open, so there a signal
+    raises Stopped at once.
     """
 
     def __init__(self):
@@ -1195,7 +1211,8 @@ def train_step(run, step, interruptible):
 def problems_of_step(problems, step, count, seed):
     """The problems of step 1..: passes over the training problems, each in an order that depends on (seed, pass) alone.
 
-    Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left to later passes.
+    Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left
+    to later passes.
     """
     steps_in_pass = len(problems) // count
     passes_done, place = divmod(step - 1, steps_in_pass)
@@ -1248,7 +1265,8 @@ def api_metrics(api):
 def held_out_figures(run, models, step, interruptible=contextlib.nullcontext):
     """eval.summarise() of these models, those after `step`, on held-out problems; None with --eval-problems 0.
 
-    The figures go to evaluations.jsonl, the episodes to eval_episodes.jsonl; what is there already is not run again.
+    The figures go to evaluations.jsonl, the episodes to eval_episodes.jsonl; what is there already
+    is not run again.
     """
     config = run.config
     if not run.held_out:
