@@ -169,11 +169,13 @@ def handed_on(pipeline, problem, actions, files=()):
         values["files"] = pipeline.show_files(files)
     for action in actions:
         values[action.agent] = action.text if pipeline.pass_thinking else after_thinking(action.text)
-        values[action.agent + "_output"] = action.observation or NO_PROGRAM
+        values[action.agent + "_output"] = shown_observation(action.observation)
     return values
 
 
-NO_PROGRAM = "no program was run"
+def shown_observation(observation):
+    """What a program answered, for a prompt; an answer of nothing is not the same as no program."""
+    return "no program was run" if observation is None else observation
 
 
 def missing_files(names, files):

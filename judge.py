@@ -521,10 +521,10 @@ def coach_messages(case):
     content = CASE.format(  # one pass over the template: what is filled in is not looked at again
         problem=fenced(case.problem.question),
         name=case.agent.name,
-        role=fenced(case.agent.role.format(max_new_tokens="a set number of")),
+        role=fenced(case.agent.role.format(**case.handed, max_new_tokens="a set number of")),
         handed=fenced(what_was_handed(case)),
         reply=fenced(case.reply),
-        observation=fenced(case.observation or agents.NO_PROGRAM),
+        observation=fenced(agents.shown_observation(case.observation)),
         files=file_trail(case) if about_files else "",
         truth=what_is_true(case),
     )
@@ -533,7 +533,8 @@ def coach_messages(case):
 
 def what_was_handed(case):
     """The agent's prompt; for a further action also its last one."""
-    handed, name = case.agent.prompt.format(**case.handed), case.agent.name
+    handed = case.agent.prompt.format(**case.handed, max_new_tokens="a set number of")
+    name = case.agent.name
     if name in case.handed:
         handed += f"\n\nIts last action:\n{case.handed[name]}\n\nwas answered:\n{case.handed[name + '_output']}"
     return handed

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 from agents import (
-    NO_PROGRAM,
     InputError,
     Problem,
     Sandbox,
@@ -41,6 +40,7 @@ from agents import (
     missing_files,
     render,
     require,
+    shown_observation,
 )
 from judge import GRADERS, Case, Failure, Grade, Verdict, measures
 from model import sample
@@ -358,7 +358,7 @@ def next_context(agent, episode, turn, tokenizer, sampling):
         values = episode.handed | {"max_new_tokens": str(sampling.max_new_tokens)}
         return render(tokenizer, agent, values, **sampling.switches())
     last = episode.actions[-1]
-    seen = last.observation or NO_PROGRAM
+    seen = shown_observation(last.observation)
     if agent.must_write:
         seen += "\n" + episode.handed["files"]
     return extend(tokenizer, last.context_ids, last.ids, seen, **sampling.switches())

@@ -1106,12 +1106,13 @@ def train_until_stopped(run, done):
     for step in bar:
         finished = step - 1  # the step that the weights are of
         try:
+            # the evaluation of the step before is due now, so that a run that was stopped in it makes it up
+            if config.eval_every and finished % config.eval_every == 0 and finished > 0:
+                held_out_figures(run, run.models(), finished, signals.interruptible)
             metrics = train_step(run, step, signals.interruptible)
             finished = step
             run.log("metrics.jsonl", [metrics])
             show_progress(bar, metrics)
-            if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-                held_out_figures(run, run.models(), step, signals.interruptible)
             together(signals.check)
         except Stopped:
             run.save(finished)

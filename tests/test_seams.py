@@ -1,6 +1,8 @@
 """Where two parts meet: faults that each part's own tests, with made-up values, do not see."""
 
+import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -336,3 +338,47 @@ def test_the_model_that_was_saved_is_the_one_that_is_loaded(tmp_path):
     again, _ = load(str(tmp_path))
     pairs = zip(model.named_parameters(), again.named_parameters(), strict=True)
     assert all(name == other and torch.equal(mine, theirs) for (name, mine), (other, theirs) in pairs)
+
+
+def test_a_program_that_answered_nothing_was_still_run():
+    """An empty observation was told to later agents and to the coach as "no program was run".
+
+    Guard: only None means that none was.
+    """
+    assert agents.shown_observation("") == "" and agents.shown_observation(None) == "no program was run"
+    action = Action("Coder", 0, [1], [2], [-1.0], False, "text", observation="")
+    assert agents.handed_on(ARITHMETIC, Problem("p", "q"), [action])["Coder_output"] == ""
+
+
+def test_a_coach_can_be_shown_any_role_and_prompt_that_an_agent_can_have():
+    """A role with {problem}, or a prompt with {max_new_tokens}, worked for the agent and crashed its coach.
+
+    Guard: both are filled with what the agent was handed.
+    """
+    agent = agents.Agent("A", "{problem}, within {max_new_tokens} tokens", "You solve {problem}.")
+    case = judge.Case(agents.MATHCHAT, Problem("p", "1+1"), agent, {"problem": "1+1"}, "2", None, "")
+    content = judge.coach_messages(case)[1]["content"]
+    assert "You solve 1+1." in content and "1+1, within a set number of tokens" in content
+
+
+def test_an_evaluation_that_was_stopped_is_made_up(base, tmp_path, monkeypatch):
+    """A signal in the evaluation after step 2 lost it: the resumed run began with step 3.
+
+    Guard: the evaluation of a step is due before the next one, and is run unless its figures are there.
+    """
+    shutil.copytree(base, tmp_path / "run" / "base")
+    options = ["--steps", "3", "--problems", "2", "--train-batch", "4", "--eval-problems", "2", "--eval-every", "2"]
+    original, calls = train.collect, []
+
+    def collect(*arguments):
+        calls.append(arguments)
+        if len(calls) == 4:  # before, step 1, step 2, and now the evaluation
+            raise rollout.Stopped
+        return original(*arguments)
+
+    monkeypatch.setattr(train, "collect", collect)
+    assert train.main(["--out", str(tmp_path / "run"), *options]) == 130
+    assert (tmp_path / "run" / "latest").read_text() == "step_000002\n"
+    assert train.main(["--out", str(tmp_path / "run"), "--resume"]) == 0
+    written = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in written] == [0, 2, 3]
