@@ -98,14 +98,17 @@ def boxed(text):
     ('\\frac{1}{2}', None, None)
     """
     text = after_thinking(text)
-    starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", text)]
-    for start in reversed(starts):
-        depth = 1
-        for i in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                return text[start:i]
-    return None
+    open_braces, last, end = [], -1, -1  # where each open brace's content starts; -1 if it is no box
+    for match in re.finditer(r"\\boxed\s*\{|[{}]", text):  # one pass: a reply may repeat this mark for ever
+        if match[0] == "{":
+            open_braces.append(-1)
+        elif match[0] != "}":
+            open_braces.append(match.end())
+        elif open_braces:
+            start = open_braces.pop()
+            if start > last:
+                last, end = start, match.start()
+    return None if last < 0 else text[last:end]
 
 
 LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}")
@@ -242,29 +245,30 @@ def roc_auc(positive, scores):
     return float((ranks[positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))
 
 
-def f1_score(truth, predicted, label):
-    """2 x both / (true + predicted), of one label; both arguments [N]."""
-    both = np.sum((truth == label) & (predicted == label))
-    return 2 * both / (np.sum(truth == label) + np.sum(predicted == label))
+def f1_scores(truth, predicted):
+    """label -> F1 = 2 x both / (true + predicted), of all labels in either of two columns [N]."""
+    labels, codes = np.unique(np.concatenate([truth, predicted]), return_inverse=True)
+    true_codes, predicted_codes = np.split(codes, 2)
+    both = np.bincount(true_codes[true_codes == predicted_codes], minlength=len(labels))
+    return dict(zip(labels.tolist(), 2 * both / np.bincount(codes, minlength=len(labels)), strict=True))
 
 
-def classification_metrics(truth, predicted):
-    """accuracy, f1 and, with two classes, roc_auc of one column; both arguments [N], of texts or of numbers.
+def classification_metrics(truth, predicted, are_words=False):
+    """accuracy, f1 and, with two classes, roc_auc of one column; both arguments [N], numbers.
 
-    f1 is that of the higher of two classes, or the mean over more. Where classes are numbers, a
-    score or probability
-    may be predicted: above the middle of two classes it means the higher one.
+    f1 is that of the higher of two classes, or the mean over more. Unless the numbers stand for
+    words, a score or probability may be predicted: above the middle of two classes it means the
+    higher one.
     """
     classes = np.unique(truth)
     if len(classes) != 2:
-        labels = np.union1d(truth, predicted)
-        f1 = np.mean([f1_score(truth, predicted, label) for label in labels])
+        f1 = np.mean(list(f1_scores(truth, predicted).values()))
         return dict(accuracy=np.mean(predicted == truth), f1=f1)
     low, high = classes
-    scores = predicted == high if truth.dtype.kind == "U" else predicted
-    if truth.dtype.kind != "U" and not np.isin(predicted, classes).all():
+    scores = predicted == high if are_words else predicted
+    if not are_words and not np.isin(predicted, classes).all():
         predicted = np.where(scores > classes.mean(), high, low)
-    f1 = f1_score(truth, predicted, high)
+    f1 = f1_scores(truth, predicted)[high]
     return dict(accuracy=np.mean(predicted == truth), f1=f1, roc_auc=roc_auc(truth == high, scores))
 
 
@@ -350,10 +354,15 @@ def grade_column(truth, texts, kind):
     """The metrics of one target: true values [N] against the texts that were predicted."""
     if "" in texts:
         raise ValueError("a prediction is empty")
-    predicted = numbers_of(texts) if truth.dtype.kind == "f" else np.array(texts)
     if kind == "regression":
-        return regression_metrics(truth, predicted)
-    return classification_metrics(truth, predicted)
+        return regression_metrics(truth, numbers_of(texts))
+    if truth.dtype.kind == "f":
+        return classification_metrics(truth, numbers_of(texts))
+    # NOTE: words become their places in the alphabet. An array of texts would pad them all to the
+    # longest one, and an agent may submit a label of any length.
+    places = {word: place for place, word in enumerate(sorted({*truth.tolist(), *texts}))}
+    columns = [np.array([places[word] for word in column]) for column in (truth.tolist(), texts)]
+    return classification_metrics(*columns, are_words=True)
 
 
 def quality_of(metrics):

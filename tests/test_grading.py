@@ -1,5 +1,7 @@
 """Submissions of data tasks get figures equal to scikit-learn's; whatever an agent writes is a grade, never a crash."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -135,6 +137,24 @@ def test_invalid_submissions_say_why(data, why):
     assert why in grade.reason
     assert len(grade.reason) <= 300
     assert grade == Grade(False, 0.0, grade.reason, {}, answer=None, ceiling=2)
+
+
+@pytest.mark.parametrize("what", ["one long label", "all labels differ"])
+def test_hostile_labels_cost_the_host_little(what):
+    """One label of 131,000 characters made numpy pad all others to it, gigabytes; labels that all differ cost N^2.
+
+    Guard: labels are compared as numbers of their own, and F1 is counted for all of them at once.
+    """
+    rows = 20_000
+    truth = ["low", "mid", "high", "top"] * (rows // 4)
+    said = {"one long label": [*truth[:-1], "x" * 131_000], "all labels differ": [f"label {i}" for i in range(rows)]}
+    data = submit(said[what], [str(100 + i) for i in range(rows)])
+    tracemalloc.start()
+    grade = grade_submission(data, task("classification", truth))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100e6
+    assert grade.metrics["accuracy"] == pytest.approx(1 - 1 / rows if what == "one long label" else 0.0)
 
 
 def test_a_workspace_without_a_readable_submission_says_why():

@@ -234,6 +234,17 @@ def test_hostile_numbers_are_cheap():
         assert judge.grade_math("\\boxed{" + text + "}", "1") is False
 
 
+@pytest.mark.parametrize("text", ["\\boxed{" * 20_000, "\\boxed{" * 10_000 + "}" * 10_000, "{\\boxed{7}" * 10_000])
+def test_a_reply_that_loops_is_graded_in_one_pass(text):
+    """A reply of one mark after another took minutes: each mark was followed to the end of the text.
+
+    Guard: one pass with a stack of open braces. (The bound is for a machine that is busy; it takes milliseconds.)
+    """
+    started = time.monotonic()
+    judge.boxed(text)
+    assert time.monotonic() - started < 10
+
+
 # ---- Language-model coaches: questions and verdicts ------------------------------------------------------------------
 
 REPLIES = [  # reply, score (None: a Failure); a CORRECT in it means that the truth was shown
