@@ -11,6 +11,18 @@ Part one: problems, agents and pipelines; prompts as token ids; the four pipelin
 Part two: the one tool that agents have, a Python sandbox. It is why this file imports the standard
 library only: started as a script, this file is the sandbox's small server process.
 
+Words, here and in the other files:
+    episode      one run of all agents on one problem; --samples of them for each problem
+    action       one whole generation of one agent, and what its program answered; a turn is its number in the episode
+    context      the token ids that an action was sampled under; completion: the ids that were sampled
+    coach        who scores actions; to judge is what it does (hence judge.py and the options --judge...)
+    verdict      what the coach says of an action; grade: what the truth says of an episode
+    step         one rollout and its updates, counted from 1
+    update       one optimizer step; a step has (--problems x --samples) / --train-batch of them for each policy
+    micro-batch  the actions that go through the model at once, in an update
+    policy       one set of weights and the agents that use it; reference: the weights that all agents started from
+    rank, world  number of this process; how many there are
+
 What we leave out: agents that talk in free order, and tools other than Python.
 See the prompts:  python -c "import agents; agents.show_prompts('arithmetic')"   (or mathchat, dsbench, tables)
 """
@@ -66,6 +78,16 @@ def digest(*parts):
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
 
 
+def write_atomically(path, text):
+    """Replace a file's content so that a reader, or a crash, sees the old one or the new one and nothing between."""
+    beside = f"{path}.{os.getpid()}.{threading.get_ident()}.partial"
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
 # ==================================================================================================
 # Part one: problems, agents, pipelines
 # ==================================================================================================
@@ -82,6 +104,8 @@ class AnswerKey:
 
 @dataclass(frozen=True)
 class Problem:
+    """A question, the truth about it, and the files that it comes with."""
+
     id: str  # unique within a file or a generator; part of the seed of every action
     question: str
     answer: str = ""  # the true answer, if it is a text; never in a prompt, never in a workspace
@@ -168,9 +192,14 @@ def handed_on(pipeline, problem, actions, files=()):
     if pipeline.show_files:
         values["files"] = pipeline.show_files(files)
     for action in actions:
-        values[action.agent] = action.text if pipeline.pass_thinking else after_thinking(action.text)
+        values[action.agent] = passed_on(pipeline, action.text)
         values[action.agent + "_output"] = shown_observation(action.observation)
     return values
+
+
+def passed_on(pipeline, reply):
+    """What other agents and the coach get to see of a reply."""
+    return reply if pipeline.pass_thinking else after_thinking(reply)
 
 
 def shown_observation(observation):
@@ -400,7 +429,7 @@ def value_of(expression):
     return total
 
 
-def held_out(text):
+def is_held_out(text):
     """Is this one of every fifth? By its digest, so that train and held-out problems are disjoint by construction."""
     return digest("split", text) % 5 == 0
 
@@ -411,7 +440,7 @@ def arithmetic_problem(rng, split):
         story, plan = rng.choice(list(STORIES.items()))
         numbers = {letter: rng.randrange(1, 10 ** rng.randint(1, 3)) for letter in "abc"}
         expression = plan.format(**numbers)
-        if value_of(expression) >= 0 and held_out(expression) == (split == "held-out"):
+        if value_of(expression) >= 0 and is_held_out(expression) == (split == "held-out"):
             question = story.format(name=rng.choice(NAMES), thing=rng.choice(THINGS), **numbers)
             return question, expression
 
@@ -694,7 +723,7 @@ def table_schema(rng, split):
         kind = rng.choice(["classification", "regression"])
         schema = Schema(kind, rng.choice(TARGETS), rng.choice(KEYS), tuple(numbers), rng.choice(WORDS))
         question = f"{kind} {schema.target}, id {schema.key}, numbers {' '.join(numbers)}, words {schema.word}"
-        if held_out(question) == (split == "held-out"):
+        if is_held_out(question) == (split == "held-out"):
             return schema, question
 
 
@@ -1615,8 +1644,12 @@ def give_up_calls(column, version):
     """With seccomp: a filter that sees the machine, a system call's number, and its first argument."""
     # Calls in another machine's way have other numbers. On x86, the numbers from 2^30 on are all
     # calls once more.
-    steps = [step(LOAD, MACHINE), step(IF_EQUAL, AUDIT[column], skip_if=1), step(RETURN, KILL)]
-    steps += [step(LOAD, CALL_NUMBER), step(IF_NOT_LESS, 1 << 30, skip_else=1), step(RETURN, PERMISSION)]
+    steps = [instruction(LOAD, MACHINE), instruction(IF_EQUAL, AUDIT[column], skip_if=1), instruction(RETURN, KILL)]
+    steps += [
+        instruction(LOAD, CALL_NUMBER),
+        instruction(IF_NOT_LESS, 1 << 30, skip_else=1),
+        instruction(RETURN, PERMISSION),
+    ]
 
     # Calls with a verdict of their own, whatever their arguments.
     refused = REFUSED | (SIGNALS if version < 6 else {}) | (TRUNCATE if version < 3 else {})
@@ -1628,20 +1661,20 @@ def give_up_calls(column, version):
     for numbers, test, value in REFUSED_IF.values():
         steps += if_first_argument(numbers[column], test, value, PERMISSION)
 
-    steps += [step(RETURN, ALLOW)]
+    steps += [instruction(RETURN, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(steps))
     # 2: a filter, which is given by its length and its address.
     kernel("prctl", PR_SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)), 0, 0)
 
 
-def step(code, value, skip_if=0, skip_else=0):
+def instruction(code, value, skip_if=0, skip_else=0):
     """One step of a filter. A test says how many steps to skip if it holds, and how many if it does not."""
     return struct.pack("HBBI", code, skip_if, skip_else, value)
 
 
 def if_call(number, verdict):
     """Steps that say: if this is the number of the call, the verdict is this."""
-    return [step(IF_EQUAL, number, skip_else=1), step(RETURN, verdict)]
+    return [instruction(IF_EQUAL, number, skip_else=1), instruction(RETURN, verdict)]
 
 
 def if_first_argument(number, test, value, verdict):
@@ -1650,8 +1683,12 @@ def if_first_argument(number, test, value, verdict):
     If it does not pass, the call is allowed at once: the argument was loaded over the call's
     number.
     """
-    found = [step(IF_EQUAL, number, skip_else=4), step(LOAD, FIRST_ARGUMENT), step(test, value, skip_else=1)]
-    return [*found, step(RETURN, verdict), step(RETURN, ALLOW)]
+    found = [
+        instruction(IF_EQUAL, number, skip_else=4),
+        instruction(LOAD, FIRST_ARGUMENT),
+        instruction(test, value, skip_else=1),
+    ]
+    return [*found, instruction(RETURN, verdict), instruction(RETURN, ALLOW)]
 
 
 def kernel(name, *args):

@@ -114,10 +114,10 @@ def kind_figures(records):
     """
     figures = {}
     for kind in sorted({r["kind"] for r in records} - {""}):
-        some = [r for r in records if r["kind"] == kind]
-        figures[kind] = dict(episodes=len(some), success=sum(r["correct"] for r in some) / len(some))
+        of_kind = [r for r in records if r["kind"] == kind]
+        figures[kind] = dict(episodes=len(of_kind), success=sum(r["correct"] for r in of_kind) / len(of_kind))
         for name in METRICS[kind]:
-            measured = [r for r in some if name in r["measures"]]
+            measured = [r for r in of_kind if name in r["measures"]]
             values = [r["metrics"][name] for r in measured if r["correct"]]
             figures[kind][name] = mean_or_none(values)
             if name in FAIR and measured:
@@ -233,11 +233,12 @@ def print_figures(figures, setup):
         points = 100 * np.array([figures["difference"]["accuracy"], *figures["difference"]["interval"]])
         print("difference: {:+.1f} points [{:+.1f}, {:+.1f}]".format(*points))
     for row in figures.get("coach", []):
-        scores = (
-            f"{shown(row['if_correct'], 2)} where the episode came out right, {shown(row['if_wrong'], 2)} where not"
-        )
-        print(f"the coach in training, {row['agent']} {row['kind']}: {scores}, correlation with the outcome", end=" ")
-        print(f"{shown(row['correlation'], 2)} ({row['actions']} actions)")
+        parts = [
+            f"{shown(row['if_correct'], 2)} where the episode came out right",
+            f"{shown(row['if_wrong'], 2)} where not",
+            f"correlation with the outcome {shown(row['correlation'], 2)} ({row['actions']} actions)",
+        ]
+        print(f"the coach in training, {row['agent']} {row['kind']}: {', '.join(parts)}")
 
 
 # ---- Running -------------------------------------------------------------------------------------
@@ -253,10 +254,11 @@ class Setup:
     max_context_tokens: int
     thinking: str
     sandbox: str = "landlock"
+    # with --model: as in the dsbench preset
     sandbox_timeout: float = 60.0
     sandbox_disk: int = 4096
     sample_rows: int = 64
-    # of a run only: what its own evaluations used
+    # with --run: what the run's own evaluations used
     eval: tuple = ()
     eval_temperature: float = 1.0
     data_root: str = ""
@@ -273,8 +275,11 @@ def latest_checkpoint(run):
         return file.read().strip()
 
 
-def run_setup(folder):
-    """The Setup of a run folder: the model that its agents started from, and its last checkpoint."""
+def run_setup(folder, sandbox=None):
+    """The Setup of a run folder: the model that its agents started from, and its last checkpoint.
+
+    sandbox: its level, if it is to be another one than the run's.
+    """
     config = read_json(folder, "config.json", what="run folder")
     checkpoint = latest_checkpoint(folder)
     require(checkpoint, f"{folder} has no complete checkpoint yet")
@@ -282,14 +287,18 @@ def run_setup(folder):
     base = config["model"] or os.path.join(folder, "base")
     trained = [os.path.join(folder, checkpoint, agent.name) for agent in pipeline.agents]
     limits = {field.name: config[field.name] for field in fields(Setup) if field.name in config}
-    return Setup(**limits | dict(pipeline=pipeline, systems={"base": [base] * len(trained), "trained": trained}))
+    systems = {"base": [base] * len(trained), "trained": trained}
+    if sandbox:
+        limits["sandbox"] = sandbox
+    return Setup(**limits | dict(pipeline=pipeline, systems=systems))
 
 
 def model_setup(options):
     """The Setup of a model alone, which every agent of a pipeline then uses."""
     pipeline = agents.PIPELINES[options.pipeline]
     systems = {"base": [options.model] * len(pipeline.agents)}
-    return Setup(pipeline, systems, options.max_new_tokens, options.max_context_tokens, options.thinking)
+    limits = (options.max_new_tokens, options.max_context_tokens, options.thinking)
+    return Setup(pipeline, systems, *limits, options.sandbox or "landlock")
 
 
 def read_problems(options, setup):
@@ -310,8 +319,7 @@ def read_problems(options, setup):
 
 def evaluate_systems(options, setup, device):
     """Every system on every problem, shared among all processes; returns the JSON object that --json prints."""
-    # what is there already, first: a file that cannot be read must not show after an hour of
-    # sampling
+    # read all input first, so that a file that cannot be read fails now and not after an hour of sampling
     trained_on = together(rollout.read_log, os.path.join(options.run, "episodes.jsonl")) if options.run else []
     files = together(read_problems, options, setup)
     pipeline = setup.pipeline
@@ -319,24 +327,34 @@ def evaluate_systems(options, setup, device):
     problems = [problem for part in files.values() for problem in part]
     coach = rules if has_rules(pipeline) and "" in files else nobody
     temperature = setup.eval_temperature if options.temperature is None else options.temperature
-    limits = (setup.max_new_tokens, setup.max_context_tokens, setup.sample_rows, setup.thinking)
-    sampling = Sampling(("eval", options.seed), temperature, *limits)
+    sampling = Sampling(
+        stream=("eval", options.seed),
+        temperature=temperature,
+        max_new_tokens=setup.max_new_tokens,
+        max_context_tokens=setup.max_context_tokens,
+        rows=setup.sample_rows,
+        thinking=setup.thinking,
+    )
 
     # run the systems one after another
     records = {}
     with together(rollout.open_sandbox, setup, pipeline) as sandbox:
         for title, folders in setup.systems.items():
             models, tokenizer = together(load_models, folders, names, setup, device)
-            work = (pipeline, models, tokenizer, problems, options.samples)
-            _, records[title] = collect(*work, coach, sandbox, sampling)
+            _, records[title] = collect(
+                pipeline, models, tokenizer, problems, options.samples, coach, sandbox, sampling
+            )
 
-    # figures of each, of each file, and of the difference
-    figures = dict(problems=len(problems), samples=options.samples, temperature=temperature)
-    figures |= {title: summarise(some, names) for title, some in records.items()}
-    figures["files"] = {name: {} for name in files if name}
-    for name, by_title in figures["files"].items():
-        for title, some in records.items():
-            by_title[title] = summarise([r for r in some if r["problem"].startswith(name + "/")], names)
+    # figures of each system, of each on each file, and of the difference
+    figures = dict(problems=len(problems), samples=options.samples, temperature=temperature, files={})
+    figures |= {title: summarise(of_system, names) for title, of_system in records.items()}
+    for file_name, of_file in files.items():
+        if file_name:
+            ids = {problem.id for problem in of_file}
+            figures["files"][file_name] = {
+                title: summarise([r for r in of_system if r["problem"] in ids], names)
+                for title, of_system in records.items()
+            }
     if options.run:
         figures["coach"] = [asdict(row) for row in coach_against_truth(trained_on, names)]
     if "trained" in records:
@@ -373,6 +391,11 @@ def option_parser():
     sampling.add_argument("--samples", type=int, default=2, help="episodes for each problem")
     sampling.add_argument("--temperature", type=float, help="default: as the run's own evaluations; 1 for a model")
     sampling.add_argument("--seed", type=int, default=0)
+    machine = parser.add_argument_group("machine")
+    machine.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one"
+    )
+    machine.add_argument("--sandbox", choices=("landlock", "limits"), help="default: as the run, or landlock")
     parser.add_argument("--json", action="store_true", help="print the figures as a JSON object on the last line")
     return parser
 
@@ -383,9 +406,9 @@ def run_command(argv):
     require(bool(options.run) != bool(options.model), "give either --run or --model")
     require(options.problems > 0 and options.samples > 0, "--problems and --samples start at 1")
     require(options.temperature is None or 0 <= options.temperature < math.inf, "--temperature starts at 0")
-    setup = run_setup(options.run) if options.run else model_setup(options)
+    setup = run_setup(options.run, options.sandbox) if options.run else model_setup(options)
     rollout.start_processes(timeout=24 * 3600.0)
-    figures = evaluate_systems(options, setup, together(rollout.choose_device, "auto"))
+    figures = evaluate_systems(options, setup, together(rollout.choose_device, options.device))
     if rank() == 0:
         print_figures(figures, setup)
     if rank() == 0 and options.json:

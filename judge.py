@@ -4,10 +4,10 @@ Before this: agents.py, model.py. After it: rollout.py.
 Part of the paper: per-action process rewards. A coach is a function from Cases to verdicts. It
 looks at an agent's role, at what it was handed, what it wrote and what its program answered, and
 gives each case a Verdict or a Failure.
-It never guesses: an action whose verdict failed is left out of the update and counted (the paper's
-code gives it a 5). What a coach says about correctness never enters a reward or the accuracy: those
-come from the Grade alone, which a function of GRADERS finds by the truth. Three coaches: rules(),
-offline, for the miniatures; a language model behind an API; a language model run here.
+A coach never guesses: an action whose verdict failed is left out of the update and counted (the
+paper's code gives it a 5). Accuracy and outcome rewards come from the Grade only, which is computed
+from the true answer, never from what a coach says. Three coaches: rules(), offline, for the
+miniatures; a language model behind an API; a language model run here.
 
 What we leave out: coaches that compare several actions, and Kaggle's own measures beyond the
 paper's six.
@@ -19,7 +19,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import random
 import re
 import threading
@@ -34,7 +33,7 @@ from pathlib import Path
 import numpy as np
 
 import agents
-from agents import InputError, after_thinking, extract_program, missing_files, value_of
+from agents import InputError, after_thinking, extract_program, missing_files, value_of, write_atomically
 from model import load, sample
 
 # ---- What goes in and what comes out -------------------------------------------------------------
@@ -49,7 +48,7 @@ class Grade:
     reason: str = ""  # why it is not correct
     metrics: dict = field(default_factory=dict)  # classification: accuracy, f1, roc_auc; regression: rmse, mae, ...
     answer: str | None = None  # the normalised answer, if the result is one: majority votes count these
-    ceiling: float = 10.0  # the most that a coach may give an action that ended like this
+    ceiling: float = 10.0  # the highest coach score for the action that produced this result
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Verdict:
 class Failure:
     """There is no verdict, or no reply, and why."""
 
-    kind: str  # budget, deadline, refused, reply, verdict, ...
+    kind: str  # budget, deadline, refused, reply, verdict; none: no coach was asked
     detail: str
 
 
@@ -464,7 +463,7 @@ def score_table(case):
         if agents.fill_program(mistake.old, case.problem.solution) not in case.reply:
             return Verdict(mistake.score, mistake.why)
     if case.grade is not None and case.grade.ceiling < 10:
-        return Verdict(case.grade.ceiling, f"the submission is poor {case.grade.reason}".strip())
+        return Verdict(case.grade.ceiling, case.grade.reason or "the submission is poor")
     return Verdict(10, "sound work")
 
 
@@ -495,7 +494,8 @@ def nobody(cases):
 
 # ---- Language-model coaches: what they are asked -------------------------------------------------
 
-COACH = """You coach agents who work on a problem one after another. You are shown one action of one agent: its job,
+COACH_INSTRUCTIONS = """\
+You coach agents who work on a problem one after another. You are shown one action of one agent: its job,
 what it was handed, what it wrote, and what its program really printed. Judge how well the agent did its own job, given
 what it was handed. A fault that it was handed is not its own; to make one worse, or to hide one, is. Work that the
 agents after it can rely on, check and use is good work; length is no merit. Scores go from 0 (useless or harmful)
@@ -511,7 +511,7 @@ Look for the first cause, and for what will go wrong later: data that do not fit
 rows, ids used as features, a target that is changed and not changed back."""
 FORM = "SCORE: n   (n is a number from 0 to 10)"
 FORM_WITH_TRUTH = "SCORE: n, CORRECT: yes   (or no: whether the action's answer is the true one)"
-CASE = """The problem: {problem}
+CASE_TEMPLATE = """The problem: {problem}
 The agent: {name}. Its instructions: {role}
 What it was handed: {handed}
 Its action: {reply}
@@ -526,11 +526,12 @@ def fenced(text):
 def coach_messages(case):
     """The chat messages that ask a language model for a verdict. The truth is in them only if case.grade is."""
     about_files = case.pipeline.show_files is not None
-    coach = COACH.format(form=FORM_WITH_TRUTH if case.shows_answer else FORM, files=COACH_FILES if about_files else "")
-    content = CASE.format(  # one pass over the template: what is filled in is not looked at again
+    form = FORM_WITH_TRUTH if case.shows_answer else FORM
+    coach = COACH_INSTRUCTIONS.format(form=form, files=COACH_FILES if about_files else "")
+    content = CASE_TEMPLATE.format(  # one pass over the template: what is filled in is not looked at again
         problem=fenced(case.problem.question),
         name=case.agent.name,
-        role=fenced(case.agent.role.format(**case.handed, max_new_tokens="a set number of")),
+        role=fenced(filled(case.agent.role, case)),
         handed=fenced(what_was_handed(case)),
         reply=fenced(case.reply),
         observation=fenced(agents.shown_observation(case.observation)),
@@ -540,9 +541,14 @@ def coach_messages(case):
     return [{"role": "system", "content": coach}, {"role": "user", "content": content}]
 
 
+def filled(template, case):
+    """A prompt of the agent, filled in as the agent saw it."""
+    return template.format(**{"max_new_tokens": "a set number of"} | case.handed)
+
+
 def what_was_handed(case):
     """The agent's prompt; for a further action also its last one."""
-    handed = case.agent.prompt.format(**case.handed, max_new_tokens="a set number of")
+    handed = filled(case.agent.prompt, case)
     name = case.agent.name
     if name in case.handed:
         handed += f"\n\nIts last action:\n{case.handed[name]}\n\nwas answered:\n{case.handed[name + '_output']}"
@@ -570,12 +576,12 @@ def file_trail(case):
     named = sorted(set(re.findall(r"\b[\w-]+\.(?:csv|pkl|pickle|joblib|npy|npz|json|parquet|txt)\b", said)))
     missing = missing_files(case.agent.must_write, case.after)
     owed = [f"{name} ({'missing' if name in missing else 'there'})" for name in case.agent.must_write]
+    imagined = missing_files(named, case.after)
     parts = {
         "The files before its action": agents.show_file_list(case.before),
         "The files after it": agents.show_file_list(case.after),
         "Files that it must leave": ", ".join(owed) or "(none)",
-        "Files that it names or prints, and that are not there": ", ".join(missing_files(named, case.after))
-        or "(none)",
+        "Files that it names or prints, and that are not there": ", ".join(imagined) or "(none)",
     }
     return "".join(f"\n{title}: {fenced(text)}" for title, text in parts.items())
 
@@ -699,7 +705,8 @@ class ApiModel:
         if isinstance(reply, Failure):
             self.count(failures=1)
         elif use_cache:
-            write_beside(path, json.dumps(dict(request=request, reply=reply)))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(dict(request=request, reply=reply)))
         return reply
 
     def cache_file(self, request):
@@ -781,14 +788,6 @@ class ApiModel:
             raise InputError(f"no coach at {self.url}: {reply.detail}")
 
 
-def write_beside(path, text):
-    """Write a file under another name first, then rename it: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-    beside.write_text(text)
-    os.replace(beside, path)
-
-
 def retry_after(headers):
     """Seconds that a Retry-After header asks for; 0 if there is none that is a number."""
     try:
@@ -811,10 +810,12 @@ class LocalModel:
     def __call__(self, conversations):
         contexts = [self.context_of(conversation) for conversation in conversations]
         most = self.model.config.max_positions - self.max_new_tokens
-        fitting = [context for context in contexts if len(context) <= most]
-        answers = iter(self.answer(fitting))
+        fits = [i for i, context in enumerate(contexts) if len(context) <= most]
         too_long = Failure("reply", f"the case is longer than the {most} tokens that this coach can read")
-        return [next(answers) if len(context) <= most else too_long for context in contexts]
+        replies = [too_long] * len(contexts)
+        for i, reply in zip(fits, self.answer([contexts[i] for i in fits]), strict=True):
+            replies[i] = reply
+        return replies
 
     def answer(self, contexts):
         """A reply to each context, or a Failure."""

@@ -8,7 +8,7 @@ episode has a workspace of its own, in which files stay from action to action. A
 takes from it is a listing, and the bytes of the file that is graded. `Action` is the only thing
 that rollout, judge and train share: the record of what was sampled, under which ids, with which
 log-probabilities. Text is derived from it, for people, coaches and other agents.
-Also here: how the processes of a run talk to each other, and how commands end.
+Also here, at the end: how the processes of a run talk to each other, and how commands end.
 
 What we leave out: asynchronous training on old samples, and refilling the batch with new episodes
 as rows finish.
@@ -38,150 +38,13 @@ from agents import (
     extract_program,
     handed_on,
     missing_files,
+    passed_on,
     render,
     require,
     shown_observation,
 )
 from judge import GRADERS, Case, Failure, Grade, Verdict, measures
 from model import sample
-
-# ---- Processes. Every process calls the same collectives in the same order, whatever its data ----
-
-
-def rank():
-    """This process's number, 0 without torchrun."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world():
-    """How many processes work on this run."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def start_processes(timeout):
-    """Join the processes that torchrun started, if it did. timeout: seconds until one that waits gives up."""
-    if "WORLD_SIZE" in os.environ:
-        # numbers and objects are exchanged from the CPU, also where there are GPUs
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-
-
-def choose_device(wanted):
-    """This process's device; wanted: auto, cpu or cuda."""
-    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    require(gpus or wanted != "cuda", "--device cuda was asked for, but there is no usable GPU")
-    require(not gpus or local < gpus, f"process {local} of this machine has no GPU of its own: there are {gpus}")
-    if gpus:
-        torch.cuda.set_device(local)
-    return torch.device("cuda", local) if gpus else torch.device("cpu")
-
-
-def gather(items):
-    """The concatenated lists of all processes, on every process. A collective: all must call it."""
-    parts = [items] * world()
-    if world() > 1:
-        dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
-
-
-def all_reduce(tensor, operation=dist.ReduceOp.SUM):
-    """Sum (or another reduction) of a tensor over all processes, in place; returns it. A collective."""
-    if world() > 1:
-        dist.all_reduce(tensor, operation)
-    return tensor
-
-
-def barrier():
-    """Wait until all processes are here. A collective."""
-    if world() > 1:
-        dist.barrier()
-
-
-class RunError(Exception):
-    """A run cannot go on, through no fault of its input. One sentence; the run folder holds what to resume from."""
-
-    def __init__(self, sentence, everywhere=False):
-        super().__init__(sentence)
-        self.everywhere = everywhere  # all processes raise it alike: one speaks for them
-
-
-class Stopped(Exception):
-    """A signal asked the run to stop."""
-
-
-class OtherFailed(Exception):
-    """Another process failed and says why; this one ends without a word. Its argument: the exit code."""
-
-
-def together(function, *arguments):
-    """The result of a function that may fail on one process alone, and that holds no collective. A collective itself.
-
-    NOTE: a process that left with its error while the others went on to their next collective would
-    leave them waiting there. Here all of them learn of it: the failing one raises its own error,
-    the others OtherFailed.
-    """
-    result, error = None, None
-    try:
-        result = function(*arguments)
-    except (InputError, RunError, SandboxError, Stopped) as caught:
-        error = caught
-    outcome = (0, "") if error is None else (EXIT_CODES[type(error)], str(error))
-    outcomes = gather([outcome])
-    failures = [code for code, _ in outcomes if code not in (0, EXIT_CODES[Stopped])]
-    if failures:
-        said_before = outcome in outcomes[: rank()]
-        if error is not None and not isinstance(error, Stopped) and not said_before:
-            raise error
-        raise OtherFailed(failures[0])
-    if any(code for code, _ in outcomes):  # one process may have got the signal, or all
-        raise Stopped
-    return result
-
-
-EXIT_CODES = {InputError: 2, RunError: 1, SandboxError: 1, Stopped: 130}
-
-
-def complain(program, message):
-    """Say one line on stderr, with the number of this process if there are several."""
-    who = f"{program}, process {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else program
-    print(f"{who}: {message}", file=sys.stderr, flush=True)
-
-
-def exit_code(program, command, argv):
-    """Run a command, say what went wrong in one sentence; 0 done, 1 it cannot go on, 2 bad input, 130 interrupted."""
-    try:
-        code = command(argv)
-    except (InputError, RunError, SandboxError) as error:
-        # before the processes have met, all of a machine fail alike: one speaks for them
-        alike = getattr(error, "everywhere", not dist.is_initialized())
-        if not alike or int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            complain(program, error)
-        code = EXIT_CODES[type(error)]
-    except OtherFailed as failed:  # who failed says why
-        code = failed.args[0]
-    except KeyboardInterrupt:
-        complain(program, "interrupted")
-        code = EXIT_CODES[Stopped]
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return code
-
-
-def bad_command_line(message):
-    """What argparse does with an option that it cannot read."""
-    raise InputError(message)
-
-
-def open_sandbox(settings, pipeline):
-    """The sandbox of this process, with its share of the machine's cores. settings: a train.Config or eval.Setup."""
-    cores = None
-    if hasattr(os, "sched_getaffinity"):
-        local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        cores = sorted(os.sched_getaffinity(0))[local::processes]
-    limits = dict(timeout=settings.sandbox_timeout, disk=settings.sandbox_disk << 20)
-    return Sandbox(settings.sandbox, pipeline.preload, cores, **limits)
-
 
 # ---- What is recorded ----------------------------------------------------------------------------
 
@@ -209,7 +72,7 @@ class Episode:
     sample: int  # 0.. among the episodes of the same problem
     actions: list = field(default_factory=list)
     error: str = ""  # why it ended early
-    workspace: str = ""  # its folder, while it runs
+    workspace: str = ""  # folder of its files; removed when all episodes are done
     files: tuple = ()  # FileEntries of what is there now; empty where the pipeline shows none
     handed: dict = field(default_factory=dict)  # what the prompt of the agent that acts was filled with
     last_grade: Grade | None = None  # of the last agent's last action; None if it never acted
@@ -260,14 +123,6 @@ def make_episodes(problems, samples):
 # ---- Running -------------------------------------------------------------------------------------
 
 
-@dataclass
-class Judging:
-    """Actions whose cases are with the coach."""
-
-    actions: list
-    verdicts: object  # Future of one verdict for each of them
-
-
 def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling):
     """Run the pipeline on new episodes, in place; returns them.
 
@@ -276,7 +131,7 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling
     """
     programs = ThreadPoolExecutor(16)  # its threads only wait: the sandbox counts the cores
     background = ThreadPoolExecutor(1)  # for the coach
-    judging = []
+    judging = []  # (actions, Future of one verdict for each)
     try:
         if any(agent.uses_tools for agent in pipeline.agents):
             for episode in episodes:
@@ -286,25 +141,19 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling
             for turn in range(agent.max_actions):
                 if turn > 0:
                     acting = [episode for episode in acting if may_act_again(agent, episode)]
-                # what the agent is handed, as token ids
-                for episode in acting:
-                    episode.handed = handed_on(pipeline, episode.problem, episode.actions, episode.files)
-                contexts = [next_context(agent, episode, turn, tokenizer, sampling) for episode in acting]
-                acting, contexts = drop_too_long(acting, contexts, agent, sampling)
+                acting, contexts = next_contexts(pipeline, agent, turn, acting, tokenizer, sampling)
                 # sample batch by batch; the programs of a batch run while the next one is sampled
                 finishing = []
                 for batch in sample_batches(agent, turn, acting, contexts, models[agent.name], tokenizer, sampling):
                     finishing += [programs.submit(finish_action, pipeline, agent, e, sandbox) for e in batch]
                 cases = [future.result() for future in finishing]
                 # the coach works while the next agent, or the next turn, is sampled
-                actions = [episode.actions[-1] for episode in acting]
-                judging.append(Judging(actions, background.submit(coach, cases)))
-        for judged in judging:
-            for action, verdict in zip(judged.actions, judged.verdicts.result(), strict=True):
+                judging.append(([episode.actions[-1] for episode in acting], background.submit(coach, cases)))
+        for actions, verdicts in judging:
+            for action, verdict in zip(actions, verdicts.result(), strict=True):
                 action.verdict = verdict
     finally:
-        # after an error, or a signal, nobody waits for what still runs: closing the sandbox will
-        # end programs
+        # on an error or a signal do not wait for running programs: closing the sandbox ends them
         failed = sys.exc_info()[0] is not None
         programs.shutdown(wait=not failed, cancel_futures=True)
         background.shutdown(wait=not failed, cancel_futures=True)
@@ -352,29 +201,31 @@ def may_act_again(agent, episode):
     return failed or len(missing_files(agent.must_write, episode.files)) > 0
 
 
+def next_contexts(pipeline, agent, turn, episodes, tokenizer, sampling):
+    """(episodes that go on, the context of each). One over the limit ends: to cut would hide what the agent missed."""
+    acting, contexts = [], []
+    limit = sampling.max_context_tokens
+    for episode in episodes:
+        handed = handed_on(pipeline, episode.problem, episode.actions, episode.files)
+        episode.handed = handed | {"max_new_tokens": str(sampling.max_new_tokens)}
+        context = next_context(agent, episode, turn, tokenizer, sampling)
+        if len(context) > limit:
+            episode.error = f"{agent.name}'s context has {len(context)} tokens, over {limit}"
+            continue
+        acting.append(episode)
+        contexts.append(context)
+    return acting, contexts
+
+
 def next_context(agent, episode, turn, tokenizer, sampling):
     """The ids under which the agent acts next: rendered for its first turn, extended from its last one afterwards."""
     if turn == 0:
-        values = episode.handed | {"max_new_tokens": str(sampling.max_new_tokens)}
-        return render(tokenizer, agent, values, **sampling.switches())
+        return render(tokenizer, agent, episode.handed, **sampling.switches())
     last = episode.actions[-1]
     seen = shown_observation(last.observation)
     if agent.must_write:
         seen += "\n" + episode.handed["files"]
     return extend(tokenizer, last.context_ids, last.ids, seen, **sampling.switches())
-
-
-def drop_too_long(episodes, contexts, agent, sampling):
-    """The (episodes, contexts) within the limit. The others end, saying so: to cut would hide what the agent missed."""
-    kept_episodes, kept_contexts = [], []
-    for episode, context in zip(episodes, contexts, strict=True):
-        if len(context) > sampling.max_context_tokens:
-            limit = sampling.max_context_tokens
-            episode.error = f"{agent.name}'s context has {len(context)} tokens, over {limit}"
-        else:
-            kept_episodes.append(episode)
-            kept_contexts.append(context)
-    return kept_episodes, kept_contexts
 
 
 def sample_batches(agent, turn, episodes, contexts, model, tokenizer, sampling):
@@ -385,18 +236,9 @@ def sample_batches(agent, turn, episodes, contexts, model, tokenizer, sampling):
         count = sampling.max_new_tokens
         draws = [uniforms(sampling.stream, e.problem.id, e.sample, agent.name, turn, count) for e in batch]
         completions = sample(model, batch_contexts, draws, count, sampling.temperature)
-        for episode, context, completion in zip(batch, batch_contexts, completions, strict=True):
-            episode.actions.append(
-                Action(
-                    agent.name,
-                    turn,
-                    context,
-                    completion.ids,
-                    completion.logprobs,
-                    completion.truncated,
-                    text=text_of(completion.ids, context, tokenizer),
-                )
-            )
+        for episode, context, c in zip(batch, batch_contexts, completions, strict=True):
+            text = text_of(c.ids, context, tokenizer)
+            episode.actions.append(Action(agent.name, turn, context, c.ids, c.logprobs, c.truncated, text))
         yield batch
 
 
@@ -415,7 +257,7 @@ def finish_action(pipeline, agent, episode, sandbox):
     action = episode.actions[-1]
     action.before = episode.files
     if agent.uses_tools:
-        run_program(pipeline, episode, sandbox)
+        run_reply(pipeline, episode, sandbox)
         update_files(pipeline, episode, sandbox)
     action.after = episode.files
 
@@ -432,7 +274,7 @@ def finish_action(pipeline, agent, episode, sandbox):
         problem=episode.problem,
         agent=agent,
         handed=episode.handed,
-        reply=handed_on(pipeline, episode.problem, [action])[agent.name],
+        reply=passed_on(pipeline, action.text),
         observation=action.observation,
         status=action.status,
         grade=grade if agent.coach_sees_truth else None,
@@ -441,7 +283,7 @@ def finish_action(pipeline, agent, episode, sandbox):
     )
 
 
-def run_program(pipeline, episode, sandbox):
+def run_reply(pipeline, episode, sandbox):
     """Run the program in the episode's last reply, if it has one, and record what came of it."""
     action = episode.actions[-1]
     code = extract_program(action.text)
@@ -532,3 +374,142 @@ def read_log(path):
     with open(path, encoding="utf-8") as file:
         lines = [line for line in file if line.endswith("\n")]
     return [json.loads(line) for line in lines]
+
+
+# ---- Processes. Every process calls the same collectives in the same order, whatever its data ----
+
+
+def rank():
+    """This process's number, 0 without torchrun."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    """How many processes work on this run."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def start_processes(timeout):
+    """Join the processes that torchrun started, if it did. timeout: seconds until one that waits gives up."""
+    if "WORLD_SIZE" in os.environ:
+        # numbers and objects are exchanged from the CPU, also where there are GPUs
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+
+
+def choose_device(wanted):
+    """This process's device; wanted: auto, cpu or cuda."""
+    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    require(gpus or wanted != "cuda", "--device cuda was asked for, but there is no usable GPU")
+    require(not gpus or local < gpus, f"process {local} of this machine has no GPU of its own: there are {gpus}")
+    if gpus:
+        torch.cuda.set_device(local)
+    return torch.device("cuda", local) if gpus else torch.device("cpu")
+
+
+def gather(items):
+    """The concatenated lists of all processes, on every process. A collective: all must call it."""
+    parts = [items] * world()
+    if world() > 1:
+        dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def all_reduce(tensor, operation=dist.ReduceOp.SUM):
+    """Sum (or another reduction) of a tensor over all processes, in place; returns it. A collective."""
+    if world() > 1:
+        dist.all_reduce(tensor, operation)
+    return tensor
+
+
+def barrier():
+    """Wait until all processes are here. A collective."""
+    if world() > 1:
+        dist.barrier()
+
+
+class RunError(Exception):
+    """A run cannot go on, through no fault of its input. One sentence; the run folder holds what to resume from."""
+
+    def __init__(self, sentence, everywhere=False):
+        super().__init__(sentence)
+        self.everywhere = everywhere  # all processes raise it alike
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop."""
+
+
+class OtherFailed(Exception):
+    """Another process failed and says why; this one ends without a word. Its argument: the exit code."""
+
+
+EXIT_CODES = {InputError: 2, RunError: 1, SandboxError: 1, Stopped: 130}
+
+
+def together(function, *arguments):
+    """Call a function on every process, and return its result. A collective, so the function must contain none.
+
+    NOTE: it may fail on some processes only. If these left with their error while the others went on
+    to the next collective, the others would wait there. Here all learn of it: the failing ones
+    raise their own error, the others OtherFailed.
+    """
+    result, error = None, None
+    try:
+        result = function(*arguments)
+    except (InputError, RunError, SandboxError, Stopped) as caught:
+        error = caught
+    outcome = (0, "") if error is None else (EXIT_CODES[type(error)], str(error))
+    outcomes = gather([outcome])
+    failures = [code for code, _ in outcomes if code not in (0, EXIT_CODES[Stopped])]
+    if failures:
+        said_before = outcome in outcomes[: rank()]  # the same sentence from several processes is said once
+        if error is not None and not isinstance(error, Stopped) and not said_before:
+            raise error
+        raise OtherFailed(failures[0])
+    if any(code for code, _ in outcomes):  # one process may have got the signal, or all
+        raise Stopped
+    return result
+
+
+def complain(program, message):
+    """Say one line on stderr, with the number of this process if there are several."""
+    who = f"{program}, process {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else program
+    print(f"{who}: {message}", file=sys.stderr, flush=True)
+
+
+def exit_code(program, command, argv):
+    """Run a command, say what went wrong in one sentence; 0 done, 1 it cannot go on, 2 bad input, 130 interrupted."""
+    try:
+        code = command(argv)
+    except (InputError, RunError, SandboxError) as error:
+        # what all processes of a machine meet alike, one of them says: some RunErrors, and whatever
+        # goes wrong before the processes have met
+        alike = error.everywhere if isinstance(error, RunError) else not dist.is_initialized()
+        if not alike or int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            complain(program, error)
+        code = EXIT_CODES[type(error)]
+    except OtherFailed as failed:  # who failed says why
+        code = failed.args[0]
+    except KeyboardInterrupt:
+        complain(program, "interrupted")
+        code = EXIT_CODES[Stopped]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+def bad_command_line(message):
+    """In place of ArgumentParser.error, which prints the usage and exits: raise InputError, as all bad input does."""
+    raise InputError(message)
+
+
+def open_sandbox(settings, pipeline):
+    """The sandbox of this process, with its share of the machine's cores. settings: a train.Config or eval.Setup."""
+    cores = None
+    if hasattr(os, "sched_getaffinity"):
+        local, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = sorted(os.sched_getaffinity(0))[local::processes]
+    limits = dict(timeout=settings.sandbox_timeout, disk=settings.sandbox_disk << 20)
+    return Sandbox(settings.sandbox, pipeline.preload, cores, **limits)

@@ -15,23 +15,7 @@ said.)
 
 One script, any number of processes: each samples and scores its share of the episodes; statistics
 and gradients are summed over all of them, so that the number of processes changes the speed and
-nothing else.
-
-    what                              CPU       GPU        why
-    weights for sampling and scoring  float32   bfloat16   every process holds those of all agents: sampling is local
-    logits, loss, sums of gradients   float32   float32
-    master weights, Adam moments      float32   float32    1/N per process; at lr 1e-6 a bfloat16 weight never moves
-
-Words, here and in the other files:
-    episode      one run of all agents on one problem; --samples of them for each problem
-    action       one whole generation of one agent, and what its program answered; a turn is its number in the episode
-    context      the token ids that an action was sampled under; completion: the ids that were sampled
-    coach        who scores actions; to judge is what it does (hence judge.py and the options --judge...)
-    verdict      what the coach says of an action; grade: what the truth says of an episode
-    step         one rollout and its updates, counted from 1; update: one optimizer step, counted from 0 over the run
-    micro-batch  what goes through the model at once; batch: the actions of one optimizer step
-    policy       one set of weights and the agents that use it; reference: the weights that all agents started from
-    rank, world  number of this process; how many there are
+nothing else. What is computed in which dtype: see the README, "Numbers and processes".
 
 What we leave out: critic, entropy bonus, KL in the loss, returns across turns or agents (as in the
 paper); tensor and pipeline parallelism. Where the official code differs from the paper we follow
@@ -71,8 +55,8 @@ from tqdm import tqdm
 
 import agents
 import rollout
-from agents import InputError, digest, read_json, require
-from eval import kind_figures, latest_checkpoint, print_summary, summarise, summarise_agent
+from agents import InputError, digest, read_json, require, write_atomically
+from eval import kind_figures, latest_checkpoint, print_summary, shown, summarise, summarise_agent
 from judge import ApiModel, Failure, LocalModel, has_rules, judge_by, nobody, rules
 from model import Transformer, compute_dtype, load, save, tiny, token_logprobs
 from rollout import Action, RunError, Sampling, Stopped, all_reduce, barrier, collect, gather, rank, together, world
@@ -85,7 +69,7 @@ class Config:
     """Each field is an option of the command line. Its comment is its help; other comments are titles in --help."""
 
     # what is trained, and on which problems
-    preset: str = ""  # named set of defaults: arithmetic, tables, mathchat, dsbench; as --pipeline if that is given
+    preset: str = ""  # use the defaults of another pipeline: arithmetic, tables, mathchat or dsbench; empty: its own
     pipeline: str = "arithmetic"  # which agents work on which kind of problem
     model: str = ""  # Hugging Face folder or hub id that every agent starts from; empty: the embedded model
     train: str = ""  # problem file to train on; empty: the pipeline's own problems
@@ -173,7 +157,8 @@ PRESETS = {  # a pipeline without an entry here starts from the defaults above
     | dict(micro_batch_tokens=32_768, sample_rows=32, sandbox_timeout=60.0, sandbox_disk=4096),
 }
 
-# what may change when a run goes on: none of these changes a number
+# What may change on --resume: nothing that says what is learned. (Another device, other micro-batches
+# or another server of the same coach may change the rounding of numbers, or replies.)
 FREE_ON_RESUME = {
     *("resume", "out", "preset", "data_root", "save_every", "keep", "device", "collective_timeout"),
     *("micro_batch_tokens", "gradient_checkpointing", "sample_rows"),
@@ -183,18 +168,8 @@ FREE_ON_RESUME = {
 
 # the numbers that may be 0, and those that lie in 0 to 1; all others are over 0
 FROM_ZERO = {
-    *(
-        "seed",
-        "beta",
-        "clip",
-        "importance_cap",
-        "weight_decay",
-        "warm_steps",
-        "train_subset",
-        "eval_problems",
-        "eval_every",
-    ),
-    *("judge_budget_calls", "judge_budget_tokens", "keep", "collective_timeout"),
+    *("seed", "beta", "clip", "importance_cap", "weight_decay", "warm_steps", "train_subset", "keep"),
+    *("eval_problems", "eval_every", "judge_budget_calls", "judge_budget_tokens", "collective_timeout"),
 }
 SHARES = {"lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2"}
 
@@ -245,9 +220,9 @@ def read_config(argv):
     preset = given.get("preset") or given.get("pipeline", "arithmetic")
     known = dict.fromkeys([*agents.PIPELINES, *PRESETS])
     require(preset in known, f"there is no preset or pipeline {preset!r}; known are {', '.join(known)}")
-    values = {"pipeline": preset} | PRESETS.get(preset, {}) | given | {"preset": preset}
-    config, known = Config(**values), ", ".join(agents.PIPELINES)
-    require(config.pipeline in agents.PIPELINES, f"there is no pipeline {config.pipeline!r}; known are {known}")
+    config = Config(**{"pipeline": preset} | PRESETS.get(preset, {}) | given | {"preset": preset})
+    pipelines = ", ".join(agents.PIPELINES)
+    require(config.pipeline in agents.PIPELINES, f"there is no pipeline {config.pipeline!r}; known are {pipelines}")
     config.out = config.out or os.path.join("runs", config.pipeline)
     if config.resume:
         config = saved_config(config.out, given)
@@ -299,16 +274,16 @@ def check_config(config):
 def time_limit(config):
     """Seconds that processes may wait for each other: what the longest step of one of them can take.
 
-    Nothing bounds a step but its own limits: every action of every agent at its generation limit
-    (0.1 s a token), with a program and a verdict that take all their time; three times, for batches
-    and for the update. At least an hour.
+    An upper bound: every action of every agent takes all its tokens (0.1 s each), and its program and
+    its verdict take all their time; three times that, for batches and for the update. At least an
+    hour.
     """
     actions = sum(agent.max_actions for agent in agents.PIPELINES[config.pipeline].agents)
     action = 0.1 * config.max_new_tokens + config.sandbox_timeout + config.judge_deadline
     return max(3600.0, 3 * actions * action)
 
 
-# torch 2.13 renamed these two
+# torch 2.13 calls these reduce_scatter_single and all_gather_single, earlier ones as in the second place
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -316,12 +291,12 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 @dataclass
-class ScoredAction:
+class TrainedAction:
     """One action, as the update sees it. T = number of its tokens."""
 
     action: Action
     group: tuple  # (problem id, agent, turn): what GRPO compares
-    batch: int  # 0..: which of the rollout's optimizer steps it belongs to
+    update: int  # 0..: which of the rollout's optimizer steps it belongs to
     reward: float  # R, in [0, 1]
     weight: float  # 1.0, or 0.0: left out of statistics and loss alike
     old: torch.Tensor | None = None  # [T] log pi_old, by the scorer
@@ -340,23 +315,23 @@ class ScoredAction:
         return len(self.action.context_ids) + len(self.action.ids)
 
 
-def reward_of(action, quality, kind):
-    """R in [0, 1] of one action, or None if its verdict failed. The one place where the coach's 0-10 is scaled.
+def reward_of(action, quality, reward):
+    """R in [0, 1] of one action; None if it needs a verdict that failed. Only here is the coach's 0-10 scaled.
 
-    process: c / 10; outcome: how good the episode's end result is (Grade.quality); mixed: the mean
-    of the two.
+    reward: process, c / 10; outcome, how good the episode's end result is (Grade.quality), which
+    needs no verdict; mixed, the mean of the two.
     """
-    if kind == "outcome":
+    if reward == "outcome":
         return quality
     if isinstance(action.verdict, Failure):
         return None
     score = action.verdict.score / 10
     assert 0 <= score <= 1, f"a coach gave {action.verdict.score}"  # NaN fails this too
-    return score if kind == "process" else (score + quality) / 2
+    return score if reward == "process" else (score + quality) / 2
 
 
-def score_actions(episodes, config):
-    """A ScoredAction for every action of this process's episodes."""
+def trained_actions(episodes, config):
+    """A TrainedAction for every action of this process's episodes."""
     scored = []
     for episode in episodes:
         quality = episode.grade.quality
@@ -364,10 +339,10 @@ def score_actions(episodes, config):
             reward = reward_of(action, quality, config.reward)
             left_out = reward is None or (action.truncated and config.mask_truncated)
             scored.append(
-                ScoredAction(
+                TrainedAction(
                     action,
                     group=(episode.problem.id, action.agent, action.turn),
-                    batch=episode.index // config.train_batch,
+                    update=episode.index // config.train_batch,
                     reward=0.0 if reward is None else reward,
                     weight=0.0 if left_out else 1.0,
                 )
@@ -395,17 +370,17 @@ def whiten(values):
     NOTE: a spread below what rewards can resolve is noise of the KL penalty, and must not be blown
     up to 1. With equal scores and no KL all advantages are 0.
     """
-    flat = torch.cat([*values, torch.zeros(0)]).double()
+    flat = torch.cat([*values, torch.zeros(0)]).double()  # zeros(0): a process may have no actions
     count, total = all_reduce(torch.tensor([len(flat), flat.sum()], dtype=torch.float64)).tolist()
     mean = total / max(count, 1)
     squares = all_reduce((flat - mean).square().sum()).item()
     std = math.sqrt(squares / max(count, 1))
-    if std < 1e-6:  # float noise of equal numbers
+    if std < 1e-6:  # equal numbers, but for rounding: exactly 0, or Adam would turn the rounding into full steps
         return [torch.zeros_like(v) for v in values]
     return [((v.double() - mean) / max(std, SMALLEST_SPREAD)).float() for v in values]
 
 
-def compare_in_groups(scored, kind):
+def compare_in_groups(scored, advantage):
     """The rewards, each compared with its group's, over all processes.
 
     grpo: (R - mean) / std; rloo: R - mean of the others. Both are 0 where a group does not differ
@@ -420,7 +395,7 @@ def compare_in_groups(scored, kind):
         n, std = len(rewards), pstdev(rewards)
         if n == 1:
             scale = 0.0
-        elif kind == "grpo":
+        elif advantage == "grpo":
             scale = 1 / max(std, SMALLEST_SPREAD)
         else:
             scale = n / (n - 1)  # R - mean of the others = (R - mean of all) n / (n - 1)
@@ -460,7 +435,7 @@ def policy_loss(logprobs, old, advantages, weights, clip):
     """
     ratio = (logprobs - old).exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
-    # where, not a product alone: 0 * nan is nan
+    # where, not a product alone: an advantage of weight 0 may be nan, and 0 * nan is nan
     return -torch.where(weights > 0, weights * objective, 0.0).sum(), ratio.detach()
 
 
@@ -477,7 +452,7 @@ def pack(scored, budget):
     return micro_batches
 
 
-def score_tokens(model, scored, temperature):
+def action_logprobs(model, scored, temperature):
     """(log-probabilities, entropies) of the actions' tokens, each a list of [T] tensors."""
     contexts = [s.action.context_ids for s in scored]
     completions = [s.action.ids for s in scored]
@@ -486,15 +461,13 @@ def score_tokens(model, scored, temperature):
     return logprobs.split(lengths), entropies.split(lengths)
 
 
-def micro_batches_of(scored, batch, config):
-    """The micro-batches of one optimizer step; of the actions that are left out of all of them for batch None."""
-    if batch is None:
-        return pack([s for s in scored if not s.weight], config.micro_batch_tokens)
-    return pack([s for s in scored if s.weight and s.batch == batch], config.micro_batch_tokens)
+def micro_batches_of(scored, update, config):
+    """The micro-batches of one optimizer step (0.. within the rollout)."""
+    return pack([s for s in scored if s.weight and s.update == update], config.micro_batch_tokens)
 
 
 @torch.no_grad()
-def score_old(model, reference, scored, batches, config):
+def fill_old_and_kl(model, reference, scored, updates, config):
     """Fill in log pi_old and kl_t of every action, before any weight moves.
 
     NOTE: by the scorer, and in the micro-batches of the update. The sampler computes the same
@@ -502,14 +475,16 @@ def score_old(model, reference, scored, batches, config):
     before anything is learned. So with policy = reference the first ratios are 1 and all kl_t are
     0, exactly, in any dtype. It costs one more forward pass.
     """
-    for batch in [*range(batches), None]:
-        for micro_batch in micro_batches_of(scored, batch, config):
-            old, _ = score_tokens(model, micro_batch, config.temperature)
-            by_reference, _ = score_tokens(reference, micro_batch, config.temperature)
-            for s, logprobs, reference_logprobs in zip(micro_batch, old, by_reference, strict=True):
-                s.old = logprobs
-                s.kl = (logprobs - reference_logprobs).cpu()
-                s.mismatch = logprobs.cpu() - torch.tensor(s.action.logprobs)
+    micro_batches = [part for update in range(updates) for part in micro_batches_of(scored, update, config)]
+    # actions that are left out of all updates count in the metrics kl and mismatch
+    micro_batches += pack([s for s in scored if not s.weight], config.micro_batch_tokens)
+    for micro_batch in micro_batches:
+        old, _ = action_logprobs(model, micro_batch, config.temperature)
+        by_reference, _ = action_logprobs(reference, micro_batch, config.temperature)
+        for s, logprobs, reference_logprobs in zip(micro_batch, old, by_reference, strict=True):
+            s.old = logprobs
+            s.kl = (logprobs - reference_logprobs).cpu()
+            s.mismatch = logprobs.cpu() - torch.tensor(s.action.logprobs)
 
 
 # ---- Optimizer: AdamW, sharded over the processes (ZeRO stage 1), with float32 master weights ----
@@ -544,9 +519,9 @@ class ShardedAdamW:
             dist.broadcast(self.flat, 0)
         first = rank() * self.shard_size
         self.master = self.flat[first : first + self.shard_size].float().clone()
-        self.mean = torch.zeros_like(self.master)
-        self.square = torch.zeros_like(self.master)
-        self.shard = {"master": self.master, "mean": self.mean, "square": self.square}
+        self.mean = torch.zeros_like(self.master)  # m
+        self.square = torch.zeros_like(self.master)  # v
+        self.state = {"master": self.master, "mean": self.mean, "square": self.square}  # what a checkpoint holds
 
     def zero_grad(self):
         self.gradient = torch.zeros_like(self.flat, dtype=torch.float32)
@@ -581,10 +556,10 @@ class ShardedAdamW:
         mean = self.mean / (1 - config.adam_beta1**self.updates)
         root = (self.square / (1 - config.adam_beta2**self.updates)).sqrt()
         self.master -= lr * (mean / (root + config.adam_eps) + config.weight_decay * self.master)
-        self.publish()
+        self.write_weights()
         return norm
 
-    def publish(self):
+    def write_weights(self):
         """Write the master weights, rounded to the model's dtype, into every process's model."""
         shard = self.master.to(self.flat.dtype)
         if world() > 1:
@@ -594,7 +569,7 @@ class ShardedAdamW:
 
     def save(self, path):
         """Write this process's shard to PATH-RANK-of-WORLD.safetensors."""
-        tensors = {name: tensor.cpu() for name, tensor in self.shard.items()}
+        tensors = {name: tensor.cpu() for name, tensor in self.state.items()}
         save_file(tensors, shard_file(path, rank(), world()), metadata={"updates": str(self.updates)})
 
     def load(self, path, processes):
@@ -609,9 +584,9 @@ class ShardedAdamW:
             with safe_open(shard_file(path, other, processes), framework="pt") as file:
                 self.updates = int(file.metadata()["updates"])
                 if first < last:
-                    for name, tensor in self.shard.items():
+                    for name, tensor in self.state.items():
                         tensor[first - mine : last - mine] = file.get_slice(name)[first - theirs : last - theirs]
-        self.publish()
+        self.write_weights()
 
 
 def shard_file(path, process, processes):
@@ -644,32 +619,33 @@ class Policy:
     optimizer: ShardedAdamW
 
 
-def update(policy, reference, scored, step, config):
+def update_policy(policy, reference, scored, step, config):
     """All optimizer steps of a policy for rollout `step` = 1..; returns agent -> metrics.
 
-    scored: this process's ScoredActions of the policy's agents. Every process must call this, also
+    scored: this process's TrainedActions of the policy's agents. Every process must call this, also
     without any.
     """
     # advantages
-    batches = math.ceil(config.problems * config.samples / config.train_batch)
-    score_old(policy.model, reference, scored, batches, config)
+    updates = math.ceil(config.problems * config.samples / config.train_batch)
+    fill_old_and_kl(policy.model, reference, scored, updates, config)
     for name in policy.agents:
         set_advantages([s for s in scored if s.action.agent == name], config)
 
     # one denominator: the actions of each optimizer step, on all processes, known before any
     # backward pass
-    actions = torch.zeros(batches)
+    counts = torch.zeros(updates)
     for s in scored:
-        actions[s.batch] += s.weight
+        counts[s.update] += s.weight
+    all_reduce(counts)
 
     # optimizer steps
     norms = []
     lr = 0.0
-    for batch, count in enumerate(all_reduce(actions).tolist()):
-        lr = learning_rate((step - 1) * batches + batch, config.steps * batches, config)
+    for update, count in enumerate(counts.tolist()):
+        lr = learning_rate((step - 1) * updates + update, config.steps * updates, config)
         if count == 0:  # all processes agree; without this, Adam would move on old gradients alone
             continue
-        accumulate(policy, micro_batches_of(scored, batch, config), count, config)
+        accumulate(policy, micro_batches_of(scored, update, config), count, config)
         norms.append(policy.optimizer.step(lr))
         if not math.isfinite(norms[-1]):
             raise RunError(f"step {step}: a gradient of {policy.agents[0]} is not finite", everywhere=True)
@@ -680,18 +656,18 @@ def update(policy, reference, scored, step, config):
     }
 
 
-def accumulate(policy, micro_batches, actions, config):
-    """Sum the gradients of an optimizer step's loss over micro-batches; `actions`: its number, over all processes."""
+def accumulate(policy, micro_batches, count, config):
+    """Sum the gradients of an optimizer step's loss over micro-batches. count: its actions, over all processes."""
     policy.optimizer.zero_grad()
     device = policy.model.device
     for micro_batch in micro_batches:
-        logprobs, entropies = score_tokens(policy.model, micro_batch, config.temperature)
+        logprobs, entropies = action_logprobs(policy.model, micro_batch, config.temperature)
         old = torch.cat([s.old for s in micro_batch])
         advantages = torch.cat([s.advantage for s in micro_batch]).to(device)
         if config.importance_cap:
             mismatch = torch.cat([s.mismatch for s in micro_batch]).to(device)
             advantages = advantages * mismatch.exp().clamp(max=config.importance_cap)
-        weights = torch.cat([torch.full_like(part.detach(), 1 / (actions * len(part))) for part in logprobs])
+        weights = torch.cat([torch.full_like(part.detach(), 1 / (count * len(part))) for part in logprobs])
         loss, ratio = policy_loss(torch.cat(logprobs), old, advantages, weights, config.clip)
         loss.backward()
         ratios = ratio.split([len(part) for part in logprobs])
@@ -702,39 +678,38 @@ def accumulate(policy, micro_batches, actions, config):
 
 
 def agent_metrics(scored, config):
-    """One agent's metrics over all processes, from this one's ScoredActions; the README says what they mean."""
+    """One agent's metrics over all processes, from this one's TrainedActions; the README says what they mean."""
     used = [s for s in scored if s.weight]
     mismatch = torch.cat([torch.zeros(0), *[s.mismatch for s in scored]]).double()
     clipped_mismatch = (mismatch.exp() - 1).abs() > config.clip
-    sums = [len(mismatch), sum(s.kl.double().sum().item() for s in scored)]
-    sums += [mismatch.abs().sum().item(), clipped_mismatch.sum().item()]
-    sums += [sum(len(s.kl) for s in used), sum(s.entropy for s in used), sum(s.clipped for s in used)]
-    reduced = all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist()
-    tokens, kl, mismatch_sum, mismatch_clipped, used_tokens, entropy, clipped = reduced
+    # sums and maxima over all processes; those behind `tokens` are of all actions, the rest of those in the update
+    sums = dict(
+        tokens=len(mismatch),
+        kl=sum(s.kl.double().sum().item() for s in scored),
+        mismatch=mismatch.abs().sum().item(),
+        mismatch_clipped=clipped_mismatch.sum().item(),
+        used_tokens=sum(len(s.kl) for s in used),
+        entropy=sum(s.entropy for s in used),
+        clipped=sum(s.clipped for s in used),
+    )
+    reduced = all_reduce(torch.tensor([*sums.values()], dtype=torch.float64)).tolist()
+    total = dict(zip(sums, reduced, strict=True))
     largest_ratio = max((s.largest_ratio for s in used), default=0.0)
     largest_mismatch = mismatch.abs().max().item() if len(mismatch) else 0.0
     maxima = all_reduce(torch.tensor([largest_ratio, largest_mismatch]), dist.ReduceOp.MAX).tolist()
+    tokens, used_tokens = max(1, total["tokens"]), max(1, total["used_tokens"])
     return dict(
-        kl=kl / max(1, tokens),
-        entropy=entropy / max(1, used_tokens),
-        ratio_max=maxima[0] if used_tokens else 1.0,
-        clip_fraction=clipped / max(1, used_tokens),
+        kl=total["kl"] / tokens,
+        entropy=total["entropy"] / used_tokens,
+        ratio_max=maxima[0] if total["used_tokens"] else 1.0,
+        clip_fraction=total["clipped"] / used_tokens,
         mismatch=maxima[1],
-        mismatch_mean=mismatch_sum / max(1, tokens),
-        mismatch_clipped=mismatch_clipped / max(1, tokens),
+        mismatch_mean=total["mismatch"] / tokens,
+        mismatch_clipped=total["mismatch_clipped"] / tokens,
     )
 
 
 # ---- Checkpoints: written beside, then renamed; `latest` last ------------------------------------
-
-
-def write_atomically(path, text):
-    """Replace a file's content so that a reader, or a crash, sees the old one or the new one and nothing between."""
-    with open(path + ".partial", "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".partial", path)
 
 
 def publish_folder(partial_folder, final):
@@ -748,7 +723,8 @@ def publish_folder(partial_folder, final):
     os.rename(partial_folder, final)
 
 
-OWN_FILES = re.compile(r"(step_\d{6}|base|claim|latest|config\.json|[a-z_]+\.jsonl)(\.partial)?")  # what a run writes
+# what a run writes
+OWN_FILES = re.compile(r"(step_\d{6}|base|claim|latest|config\.json|[a-z_]+\.jsonl)((\.\d+){0,2}\.partial)?")
 
 
 def save_checkpoint(out, step, policies, tokenizer, keep=0):
@@ -799,7 +775,7 @@ def publish_checkpoint(out, name, step, keep):
     write_atomically(os.path.join(partial_folder, "state.json"), json.dumps(dict(step=step, processes=world())))
     publish_folder(partial_folder, os.path.join(out, name))
     write_atomically(os.path.join(out, "latest"), name + "\n")
-    # NOTE: only in folders that a run has named: the run folder may be anything that a user gave
+    # NOTE: delete only what is named step_NNNNNN: the user may have given a folder with other content
     steps = sorted(folder for folder in os.listdir(out) if re.fullmatch(r"step_\d{6}", folder))
     for place, old in enumerate(reversed(steps)):
         if keep and place >= keep:
@@ -818,27 +794,29 @@ def load_checkpoint(out, policies):
         state = read_json(folder, "state.json", what="checkpoint")
         for policy in policies:
             policy.optimizer.load(os.path.join(folder, "optimizer", policy.agents[0]), state["processes"])
-    except Exception as error:  # safetensors raises a type of its own
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"the checkpoint {folder} cannot be read: {error}") from None
     return state["step"]
 
 
-def cut_log(path, steps):
-    """Drop the lines of a log that belong to steps after `steps`: the resumed run will write them again."""
-    if not os.path.exists(path):
-        return
-    with open(path, encoding="utf-8") as old, open(path + ".partial", "w", encoding="utf-8") as new:
-        for line in old:
-            with contextlib.suppress(ValueError):  # a line that a crash cut off
-                if json.loads(line)["step"] <= steps:
-                    new.write(line)
-    os.replace(path + ".partial", path)
+def cut_logs(out, steps):
+    """Drop the lines of the logs that belong to steps after `steps`: the resumed run will write them again."""
+    for name in ("metrics", "episodes", "evaluations", "eval_episodes"):
+        path = os.path.join(out, name + ".jsonl")
+        if rank() == 0 and os.path.exists(path):
+            lines = [line for line in rollout.read_log(path) if line["step"] <= steps]
+            write_atomically(path, json_lines(lines))
+
+
+def json_lines(objects):
+    """The text of a file of JSON lines."""
+    return "".join(json.dumps(line) + "\n" for line in objects)
 
 
 def append_lines(out, name, objects):
     """Append JSON lines to a log in the run folder."""
     with open(os.path.join(out, name), "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in objects)
+        file.write(json_lines(objects))
 
 
 # ---- The embedded model's start: supervised learning on demonstrations of which half are wrong ----
@@ -880,26 +858,18 @@ def warm_start(model, tokenizer, pipeline, config):
     torch.set_num_threads(threads)
 
 
-def embedded_model(config):
-    """The folder of the warm-started embedded model, RUN/base, made by the first process unless it is there already."""
-    base = os.path.join(config.out, "base")
+def make_embedded_model(out, config):
+    """Make OUT/base, the folder of the warm-started embedded model, unless it is there; the first process does it."""
+    base = os.path.join(out, "base")
     if rank() == 0 and not os.path.isdir(base):
         pipeline = agents.PIPELINES[config.pipeline]
         model, tokenizer = tiny(pipeline.pieces, config.seed)
         warm_start(model, tokenizer, pipeline, config)
         save(model, tokenizer, base + ".partial")
         publish_folder(base + ".partial", base)
-    barrier()
-    return base
 
 
-# ---- Before the loop: problems, coach, sandbox, policies -----------------------------------------
-
-
-@dataclass(frozen=True)
-class Coach:
-    judge: Callable  # Cases -> verdicts
-    api: ApiModel | None = None  # behind it, if there is one
+# ---- Before the loop: problems, coach, run folder, policies --------------------------------------
 
 
 @dataclass
@@ -910,7 +880,8 @@ class Run:
     pipeline: agents.Pipeline
     problems: list  # to train on
     held_out: list  # problems to evaluate on
-    coach: Coach
+    coach: Callable  # Cases -> verdicts
+    api: ApiModel | None  # behind the coach, if it is one
     tokenizer: object
     reference: Transformer  # frozen: the weights that every agent started from
     policies: list  # of Policy
@@ -968,12 +939,12 @@ def file_size(data):
 
 
 def make_coach(config, device):
-    """The Coach of a config. An API is asked one question first."""
+    """(coach: Cases -> verdicts, the ApiModel behind it or None). An API is asked one question first."""
     if config.judge == "rules":
-        return Coach(rules)
+        return rules, None
     if config.judge == "local":
-        dtype = compute_dtype(device)
-        return Coach(partial(judge_by, LocalModel(config.judge_model, device, dtype, config.judge_max_tokens)))
+        model = LocalModel(config.judge_model, device, compute_dtype(device), config.judge_max_tokens)
+        return partial(judge_by, model), None
     key = config.judge_key_env
     require(not key or os.environ.get(key), f"the environment variable {key}, which --judge-key-env names, is empty")
     api = ApiModel(
@@ -990,22 +961,21 @@ def make_coach(config, device):
     )
     if rank() == 0:
         api.probe()
-    return Coach(partial(judge_by, api), api)
+    return partial(judge_by, api), api
 
 
-def claim_run_folder(config):
-    """Write config.json into the run folder, unless the run goes on; and see that all processes share the folder."""
-    together(write_config, config)
+def check_shared_folder(config):
+    """Raise InputError unless the run folder is the same one for all processes. A collective."""
     # a word that only this start of the run knows
     word = gather([f"{time.time_ns()} {os.getpid()}"])[0]
-    claim = os.path.join(config.out, "claim.partial")
+    claim = Path(config.out, "claim")
     if rank() == 0:
-        write_atomically(claim, word)
+        claim.write_text(word, encoding="utf-8")
     barrier()
-    found = os.path.exists(claim) and Path(claim).read_text(encoding="utf-8") == word
+    found = claim.exists() and claim.read_text(encoding="utf-8") == word
     everywhere = all(gather([found]))
     if rank() == 0:
-        os.remove(claim)
+        claim.unlink()
     sentence = f"the run folder {config.out} is not one folder for all processes: it must be on a shared disk"
     together(require, everywhere, sentence)
 
@@ -1053,18 +1023,16 @@ def run_training(config):
     device = together(rollout.choose_device, config.device)
     pipeline = agents.PIPELINES[config.pipeline]
     problems, held_out = together(read_problems, config)
-    coach = together(make_coach, config, device)
+    coach, api = together(make_coach, config, device)
     with together(rollout.open_sandbox, config, pipeline) as sandbox:
         reference, tokenizer = load_start(config, device)
         policies = make_policies(reference, pipeline, config)
         reference.requires_grad_(False)
-        run = Run(config, pipeline, problems, held_out, coach, tokenizer, reference, policies, sandbox)
+        run = Run(config, pipeline, problems, held_out, coach, api, tokenizer, reference, policies, sandbox)
         done = together(load_checkpoint, config.out, policies) if config.resume else 0
+        together(write_or_fail, config.out, cut_logs, done)
         if rank() == 0:
-            for name in ("metrics.jsonl", "episodes.jsonl", "evaluations.jsonl", "eval_episodes.jsonl"):
-                cut_log(run.file(name), done)
             print_start(run, device)
-        barrier()
         before = held_out_figures(run, dict.fromkeys(run.models(), reference), 0)
         if not train_until_stopped(run, done):
             return 130
@@ -1075,14 +1043,16 @@ def run_training(config):
 
 
 def load_start(config, device):
-    """(model, tokenizer) that every agent starts from. Claims the run folder."""
+    """(model, tokenizer) that every agent starts from. Makes the run folder, and the embedded model if need be."""
     arguments = (device, compute_dtype(device), config.max_context_tokens + config.max_new_tokens)
     if config.model:
-        start = together(load, config.model, *arguments)  # before the folder is claimed: the model may be missing
-        claim_run_folder(config)
-        return start
-    claim_run_folder(config)
-    return together(load, embedded_model(config), *arguments)
+        start = together(load, config.model, *arguments)  # before the folder is made: the model may be missing
+    together(write_config, config)
+    check_shared_folder(config)
+    if not config.model:
+        together(write_or_fail, config.out, make_embedded_model, config)
+        start = together(load, os.path.join(config.out, "base"), *arguments)
+    return start
 
 
 def print_start(run, device):
@@ -1106,7 +1076,7 @@ def train_until_stopped(run, done):
     for step in bar:
         finished = step - 1  # the step that the weights are of
         try:
-            # the evaluation of the step before is due now, so that a run that was stopped in it makes it up
+            # the evaluation of the step before opens this step: a run that is stopped in it repeats it on --resume
             if config.eval_every and finished % config.eval_every == 0 and finished > 0:
                 held_out_figures(run, run.models(), finished, signals.interruptible)
             metrics = train_step(run, step, signals.interruptible)
@@ -1116,11 +1086,10 @@ def train_until_stopped(run, done):
             together(signals.check)
         except Stopped:
             run.save(finished)
-            if finished < config.steps:
+            if finished < config.steps:  # else there is nothing left to do but the end
                 if rank() == 0:
-                    rollout.complain(
-                        "train.py", f"stopped after step {finished}; go on with --out {config.out} --resume"
-                    )
+                    how = f"go on with --out {config.out} --resume"
+                    rollout.complain("train.py", f"stopped after step {finished}; {how}")
                 return False
         if step % config.save_every == 0 or step == config.steps:
             run.save(step)
@@ -1172,9 +1141,7 @@ class StopSignals:
 
 def show_progress(bar, metrics):
     """The most telling figures of a step, behind the progress bar."""
-    scores = {}
-    for name, agent in metrics["agents"].items():
-        scores[name] = "none" if agent["score"] is None else f"{agent['score']:.1f}"
+    scores = {name: shown(agent["score"], 1) for name, agent in metrics["agents"].items()}
     kl = max(agent["kl"] for agent in metrics["agents"].values())
     bar.set_postfix(accuracy=f"{metrics['accuracy']:.2f}", **scores, kl=f"{kl:.2f}")
 
@@ -1189,38 +1156,41 @@ def train_step(run, step, interruptible):
     # collect episodes, each process its share; record them all
     problems = problems_of_step(run.problems, step, config.problems, config.seed)
     sampling = make_sampling(config, ("train", config.seed, step))
-    work = (run.pipeline, run.models(), run.tokenizer, problems, config.samples)
-    episodes, records = collect(*work, run.coach.judge, run.sandbox, sampling, interruptible)
+    models, samples = run.models(), config.samples
+    episodes, records = collect(
+        run.pipeline, models, run.tokenizer, problems, samples, run.coach, run.sandbox, sampling, interruptible
+    )
     run.log("episodes.jsonl", [dict(step=step) | r for r in records])
     stop_if_coach_fails(run, records, step)
 
     # every agent learns from its own actions
-    scored = score_actions(episodes, config)
+    scored = trained_actions(episodes, config)
     by_agent = {}
     for policy in run.policies:
         own = [s for s in scored if s.action.agent in policy.agents]
-        for name, metrics in update(policy, run.reference, own, step, config).items():
+        for name, metrics in update_policy(policy, run.reference, own, step, config).items():
             by_agent[name] = summarise_agent(records, name) | metrics
 
     line = dict(step=step, accuracy=sum(r["correct"] for r in records) / len(records))
     line |= dict(seconds=time.monotonic() - started, agents=by_agent, kinds=kind_figures(records))
-    if run.coach.api:
-        line["judge"] = api_metrics(run.coach.api)
+    if run.api:
+        line["judge"] = api_metrics(run.api)
     return line
 
 
 def problems_of_step(problems, step, count, seed):
     """The problems of step 1..: passes over the training problems, each in an order that depends on (seed, pass) alone.
 
-    Nothing needs to be remembered to resume. What does not fill a step at the end of a pass is left
-    to later passes.
+    Nothing needs to be remembered to resume. Problems that do not fill a step at the end of a pass
+    are skipped in it.
     """
     steps_in_pass = len(problems) // count
     passes_done, place = divmod(step - 1, steps_in_pass)
     order = list(range(len(problems)))
     random.Random(digest("order", seed, passes_done)).shuffle(order)
 
-    # stratified: every part of the order holds the kinds of task in the proportion of the whole
+    # stratified: spread each kind of task evenly over 0..1 and sort; any part of the order then holds
+    # the kinds in the proportion of the whole
     by_kind = {}
     for i in order:
         by_kind.setdefault(problems[i].kind, []).append(i)
@@ -1239,10 +1209,7 @@ def make_sampling(c, stream):
 
 
 def stop_if_coach_fails(run, records, step):
-    """Save the step before and raise RunError if the coach failed on too many actions.
-
-    The others would be a biased choice of them.
-    """
+    """Save the step before and raise RunError if the coach failed on too many actions: the rest is a biased sample."""
     config = run.config
     failures = [a["failure"] for r in records for a in r["actions"] if a["failure"]]
     actions = sum(len(r["actions"]) for r in records)
@@ -1253,13 +1220,13 @@ def stop_if_coach_fails(run, records, step):
 
 
 def api_metrics(api):
-    """Calls, cache hits, retries, failures and tokens of the step, and the calls' latency, over all processes."""
+    """Calls, cache hits, retries, failures and tokens of the step, and seconds a call took, over all processes."""
     usages = gather([api.take_usage()])
     counted = ("calls", "hits", "retries", "failures", "tokens")
     metrics = {name: sum(usage.counts[name] for usage in usages) for name in counted}
     seconds = sorted(s for usage in usages for s in usage.seconds)
     for percent in (50, 95):
-        metrics[f"p{percent}"] = seconds[len(seconds) * percent // 100] if seconds else None
+        metrics[f"seconds_p{percent}"] = seconds[len(seconds) * percent // 100] if seconds else None
     return metrics
 
 
@@ -1276,9 +1243,11 @@ def held_out_figures(run, models, step, interruptible=contextlib.nullcontext):
     if figures is None:
         sampling = replace(make_sampling(config, ("eval", config.seed)), temperature=config.eval_temperature)
         # other coaches than rules cost time and money, and accuracy needs none
-        coach = run.coach.judge if config.judge == "rules" else nobody
-        work = (run.pipeline, models, run.tokenizer, run.held_out, config.eval_samples)
-        _, records = collect(*work, coach, run.sandbox, sampling, interruptible)
+        coach = run.coach if config.judge == "rules" else nobody
+        problems, samples = run.held_out, config.eval_samples
+        _, records = collect(
+            run.pipeline, models, run.tokenizer, problems, samples, coach, run.sandbox, sampling, interruptible
+        )
         figures = summarise(records, list(models))
         run.log("eval_episodes.jsonl", [dict(step=step) | r for r in records])
         run.log("evaluations.jsonl", [dict(step=step) | figures])
@@ -1289,11 +1258,10 @@ def held_out_figures(run, models, step, interruptible=contextlib.nullcontext):
 
 
 def logged_figures(run, step):
-    """What evaluations.jsonl says of a step; None where it does not. A collective: all processes look at once."""
-    barrier()
-    logged = [line for line in rollout.read_log(run.file("evaluations.jsonl")) if line["step"] == step]
-    barrier()
-    return logged[0] if logged else None
+    """What evaluations.jsonl says of a step; None where it does not. A collective: the first process looks."""
+    lines = rollout.read_log(run.file("evaluations.jsonl")) if rank() == 0 else []
+    found = gather([line for line in lines if line["step"] == step])
+    return found[0] if found else None
 
 
 def report(run, before, after):

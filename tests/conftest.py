@@ -35,7 +35,7 @@ def base(tmp_path_factory):
     import train
 
     out = tmp_path_factory.mktemp("warm")
-    train.embedded_model(train.Config(out=str(out), warm_steps=120))
+    train.make_embedded_model(str(out), train.Config(out=str(out), warm_steps=120))
     return out / "base"
 
 

@@ -26,7 +26,7 @@ from agents import ARITHMETIC, MATHCHAT, Agent, FileEntry, Pipeline, Problem, Re
 from judge import ApiModel, Case, Failure, Grade, LocalModel, Verdict
 from model import Completion, tiny, tiny_tokenizer, token_logprobs
 from rollout import Action, Episode, Sampling, make_episodes, record, run_episodes
-from train import Config, Policy, ScoredAction, ShardedAdamW
+from train import Config, Policy, ShardedAdamW, TrainedAction
 
 LETTERS = "abcdefghijklmnopqrst"  # the vocabulary of the models that are trained here
 CHARACTERS = tiny_tokenizer(list(string.printable))  # one token a character: any text comes back from its ids
@@ -113,11 +113,11 @@ def text_of(ids):
 # ---- Made-up actions -----------------------------------------------------------------------------
 
 
-def made_up(agent="A", score=5.0, tokens=3, first=6, batch=0, weight=1.0):
-    """A ScoredAction with made-up ids."""
+def made_up(agent="A", score=5.0, tokens=3, first=6, update=0, weight=1.0):
+    """A TrainedAction with made-up ids."""
     ids = [6 + (first + i) % len(LETTERS) for i in range(tokens)]
     action = Action(agent, 0, [7, 8], ids, [-1.0] * tokens, False, "", verdict=Verdict(score, ""))
-    return ScoredAction(action, ("p", agent, 0), batch, reward=score / 10, weight=weight)
+    return TrainedAction(action, ("p", agent, 0), update, reward=score / 10, weight=weight)
 
 
 def new_policy(config, names=("A",)):
@@ -149,7 +149,7 @@ def test_the_kl_penalty_pulls_back_to_the_reference():
     (logprobs_of(policy.model, avoided).sum() - logprobs_of(policy.model, liked).sum()).backward()
     policy.optimizer.step(1e-3)
 
-    train.score_old(policy.model, reference, [liked, avoided], 1, config)
+    train.fill_old_and_kl(policy.model, reference, [liked, avoided], 1, config)
     with torch.no_grad():
         for s in (liked, avoided):
             expected = logprobs_of(policy.model, s) - logprobs_of(reference, s)
@@ -296,15 +296,15 @@ class ScriptedOptimizer:
         return 1.0
 
 
-def rates_of_a_run(monkeypatch, config, batches_with_actions):
-    """The learning rates of all optimizer steps of a run, in which these batches of each rollout have an action."""
-    monkeypatch.setattr(train, "score_old", lambda *_: None)
+def rates_of_a_run(monkeypatch, config, updates_with_actions):
+    """The learning rates of all optimizer steps of a run, in which these updates of each rollout have an action."""
+    monkeypatch.setattr(train, "fill_old_and_kl", lambda *_: None)
     monkeypatch.setattr(train, "set_advantages", lambda *_: None)
     monkeypatch.setattr(train, "accumulate", lambda *_: None)
     monkeypatch.setattr(train, "agent_metrics", lambda *_: {})
     policy = Policy(("A",), None, ScriptedOptimizer())
     for step in range(1, config.steps + 1):
-        train.update(policy, None, [made_up(batch=batch) for batch in batches_with_actions], step, config)
+        train.update_policy(policy, None, [made_up(update=update) for update in updates_with_actions], step, config)
     return policy.optimizer.rates
 
 
@@ -323,11 +323,11 @@ def test_the_schedule_ends_with_the_run_and_not_before(monkeypatch):
     assert all(earlier > later for earlier, later in zip(rates[2:], rates[3:], strict=False))
 
 
-def test_a_batch_without_actions_takes_no_step_and_the_others_do(monkeypatch):
+def test_an_update_without_actions_takes_no_step_and_the_others_do(monkeypatch):
     """Symptom: an agent that seldom acts moves on old momentum alone, or misses the steps that it should take.
 
-    Cause: an empty batch is stepped, or ends the loop, or shifts the schedule.
-    Guard: with actions in batches 0 and 2 of 4, there are two steps a rollout, at the rates of these places.
+    Cause: an empty update is stepped, or ends the loop, or shifts the schedule.
+    Guard: with actions in updates 0 and 2 of 4, there are two steps a rollout, at the rates of these places.
     """
     config = Config(lr=1.0, lr_warmup=0.1, lr_final=0.1, steps=5, problems=4, samples=2, train_batch=2)
     everywhere = rates_of_a_run(monkeypatch, config, range(4))
@@ -363,7 +363,7 @@ def test_shards_are_cut_anew_for_any_number_of_processes(monkeypatch, tmp_path, 
         first, length = process * optimizer.shard_size, optimizer.shard_size
         for name in ("mean", "square"):
             mine = whole[name][first : first + length]
-            optimizer.shard[name][: len(mine)] = mine
+            optimizer.state[name][: len(mine)] = mine
         optimizer.updates = 9
         optimizer.save(str(tmp_path / "A"))
 
@@ -406,8 +406,7 @@ def trained_step(monkeypatch, config, episodes):
     start, _ = tiny(LETTERS, seed=1)
     policies = train.make_policies(start, ARITHMETIC, config)
     problems = [episode.problem for episode in episodes]
-    coach = SimpleNamespace(judge=None, api=None)
-    run = train.Run(config, ARITHMETIC, problems, [], coach, None, start, policies, None)
+    run = train.Run(config, ARITHMETIC, problems, [], None, None, None, start, policies, None)
     monkeypatch.setattr(run, "log", lambda *_: None)
     train.train_step(run, 1, contextlib.nullcontext)
     moved = {}
@@ -459,7 +458,7 @@ def updated(scored, config):
         return step(lr)
 
     policy.optimizer.step = watched
-    metrics = train.update(policy, new_policy(config).model, scored, 1, config)["A"]
+    metrics = train.update_policy(policy, new_policy(config).model, scored, 1, config)["A"]
     return gradients, metrics, policy.optimizer.master
 
 
@@ -473,9 +472,9 @@ def test_actions_that_are_left_out_change_nothing():
     config = Config(problems=2, samples=2, train_batch=2)
 
     def used():
-        return [made_up(score=score, first=i, batch=i // 2) for i, score in enumerate((2.0, 9.0, 5.0, 6.0))]
+        return [made_up(score=score, first=i, update=i // 2) for i, score in enumerate((2.0, 9.0, 5.0, 6.0))]
 
-    left_out = [made_up(score=0.0, tokens=9, first=i, batch=i // 2, weight=0.0) for i in range(4)]
+    left_out = [made_up(score=0.0, tokens=9, first=i, update=i // 2, weight=0.0) for i in range(4)]
     gradients, metrics, weights = updated(used(), config)
     with_others, metrics_with_others, weights_with_others = updated(used() + left_out, config)
     assert len(gradients) == len(with_others) == 2
@@ -754,7 +753,7 @@ def draws_of_a_step(monkeypatch, seed, step):
     problems = [Problem("p1", "2+3", "5"), Problem("p2", "2+3", "5")]
     models = {agent.name: agent.name for agent in TWO_AGENTS.agents}
     run = SimpleNamespace(config=config, pipeline=TWO_AGENTS, problems=problems, held_out=problems, policies=[])
-    run.coach = SimpleNamespace(judge=judge.nobody, api=None)
+    run.coach, run.api = judge.nobody, None
     run.tokenizer, run.sandbox = CHARACTERS, ScriptedSandbox()
     run.models, run.log, run.file = (lambda: models), (lambda *_: None), (lambda name: os.path.join("nowhere", name))
     training, evaluation = ScriptedSampler(TRIES), ScriptedSampler(TRIES)
@@ -915,7 +914,7 @@ def test_no_figure_listens_to_an_opinion(monkeypatch):
                 episode = Episode(0, Problem("p", "q", "1"), 0, last_grade=Grade(correct, float(correct)))
                 episode.actions = [made_up().action]
                 episode.actions[0].verdict = Verdict(4.0, "", opinion(correct))
-                rewards += [s.reward for s in train.score_actions([episode], Config(reward=kind))]
+                rewards += [s.reward for s in train.trained_actions([episode], Config(reward=kind))]
                 assert record(episode)["correct"] == correct == bool(record(episode)["quality"])
         return eval.summarise(records, ["A"]), bias, compared, rewards
 
@@ -999,8 +998,8 @@ def test_held_out_problems_are_not_trained_on(pipeline):
     solutions = {str(problem.solution) for problem in problems}
     assert solutions.isdisjoint(str(problem.solution) for problem in evaluation)
     assert {problem.id for problem in problems}.isdisjoint(problem.id for problem in evaluation)
-    assert not any(agents.held_out(key_of(problem)) for problem in problems)
-    assert all(agents.held_out(key_of(problem)) for problem in evaluation)
+    assert not any(agents.is_held_out(key_of(problem)) for problem in problems)
+    assert all(agents.is_held_out(key_of(problem)) for problem in evaluation)
 
 
 def key_of(problem):

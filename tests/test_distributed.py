@@ -14,7 +14,7 @@ import torch.multiprocessing as multiprocessing
 import train
 from model import tiny, token_logprobs
 from rollout import Action, gather
-from train import Config, Policy, ScoredAction, ShardedAdamW
+from train import Config, Policy, ShardedAdamW, TrainedAction
 
 CONFIG = Config(problems=4, samples=2, train_batch=4, micro_batch_tokens=20, beta=0.5, lr=1e-2, steps=4)
 ACTIONS = {"A": 8, "B": 1, "C": 0}  # agent -> how many it has, on all processes
@@ -50,7 +50,7 @@ def flat(model):
 
 
 def all_actions(agent):
-    """An agent's ScoredActions, of unlike lengths; one of A's is left out of the update."""
+    """An agent's TrainedActions, of unlike lengths; one of A's is left out of the update."""
     model = new_model()
     scored = []
     for i in range(ACTIONS[agent]):
@@ -60,7 +60,7 @@ def all_actions(agent):
         old = [x - 0.3 + 0.1 * (i + t) for t, x in enumerate(logprobs.tolist())]  # a sampler that disagrees
         action = Action(agent, 0, context, ids, old, False, "")
         weight = 0.0 if i == 2 else 1.0
-        scored.append(ScoredAction(action, ("p", agent, i // 4), i // 4, reward=(i * 7 % 10) / 10, weight=weight))
+        scored.append(TrainedAction(action, ("p", agent, i // 4), i // 4, reward=(i * 7 % 10) / 10, weight=weight))
     return scored
 
 
@@ -78,7 +78,7 @@ def train_agent(agent, rank, world, folder):
     with torch.no_grad():
         reference.norm.weight.mul_(0.8)  # the policy has moved since: each token has a KL of its own
     policy = Policy((agent,), model, ShardedAdamW(model, CONFIG))
-    metrics = train.update(policy, reference, share(all_actions(agent), rank, world), 1, CONFIG)
+    metrics = train.update_policy(policy, reference, share(all_actions(agent), rank, world), 1, CONFIG)
     policy.optimizer.save(f"{folder}/{agent}")
     return Trained(metrics[agent], flat(model), policy.optimizer.updates)
 

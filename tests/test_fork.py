@@ -158,14 +158,14 @@ def test_it_needs_no_preset():
 def test_its_quality_is_the_outcome_reward(start, tmp_path, monkeypatch):
     """--reward outcome pays what the grading calls quality, to every action of the episode."""
     rewards = []
-    original = train.score_actions
+    original = train.trained_actions
 
-    def score_actions(episodes, config):
+    def trained_actions(episodes, config):
         scored = original(episodes, config)
         rewards.extend((s.action.text, s.reward) for s in scored)
         return scored
 
-    monkeypatch.setattr(train, "score_actions", score_actions)
+    monkeypatch.setattr(train, "trained_actions", trained_actions)
     out = tmp_path / "run"
     assert train.main([*options_of(start, out), "--reward", "outcome", "--eval-problems", "0"]) == 0
     records = lines(out / "episodes.jsonl")

@@ -292,6 +292,6 @@ def test_outcome_rewards_are_the_quality_of_the_submission(grade, outcome, valid
     assert (episode.grade.reason == "") == valid
     rewards = {"outcome": outcome, "process": 0.4, "mixed": (outcome + 0.4) / 2}
     for kind, reward in rewards.items():
-        [scored] = train.score_actions([episode], train.Config(reward=kind))
+        [scored] = train.trained_actions([episode], train.Config(reward=kind))
         assert scored.reward == pytest.approx(reward)
         assert scored.weight == 1

@@ -346,7 +346,7 @@ def test_mathchat_with_a_coach_behind_an_api(long_base, files, tmp_path, endpoin
     first, second = lines(out / "metrics.jsonl")
     assert first["agents"]["Solver"]["score"] == 4 and first["agents"]["Verifier"]["score"] == 7
     assert first["judge"]["calls"] + first["judge"]["hits"] >= 12
-    assert second["judge"]["p95"] is not None
+    assert second["judge"]["seconds_p95"] is not None
     assert first["judge"]["retries"] == 4  # behind 500, half, nothing and 429
     assert first["judge"]["failures"] == 1  # garbage
     assert second["judge"]["retries"] == second["judge"]["failures"] == 0

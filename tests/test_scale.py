@@ -23,7 +23,7 @@ import train
 from agents import ARITHMETIC, AnswerKey, InputError, Problem, SandboxError
 from model import load, sample, save, tiny, tiny_tokenizer, token_logprobs
 from rollout import Action, RunError
-from train import Config, Policy, ScoredAction, ShardedAdamW
+from train import Config, Policy, ShardedAdamW, TrainedAction
 
 AGENTS = ("Solver", "Coder", "Verifier")
 LETTERS = "abcdefghijklmnopqrst"
@@ -61,14 +61,14 @@ SMALL = ["--problems", "4", "--train-batch", "8", "--eval-problems", "4", "--eva
 
 
 def sampled_actions(model, rewards):
-    """A ScoredAction for each reward, of ragged contexts, sampled by the sampler."""
+    """A TrainedAction for each reward, of ragged contexts, sampled by the sampler."""
     contexts = [list(range(6, 8 + i)) for i in range(len(rewards))]
     uniforms = np.random.RandomState(0).random_sample((len(contexts), 9))
     completions = sample(model, contexts, uniforms, 9)
     scored = []
     for context, completion, reward in zip(contexts, completions, rewards, strict=True):
         action = Action("A", 0, context, completion.ids, completion.logprobs, completion.truncated, "")
-        scored.append(ScoredAction(action, ("p", "A", 0), batch=len(scored) % 2, reward=reward, weight=1.0))
+        scored.append(TrainedAction(action, ("p", "A", 0), update=len(scored) % 2, reward=reward, weight=1.0))
     return scored
 
 
@@ -78,7 +78,7 @@ def bfloat16_update(rewards):
     reference = tiny(LETTERS, seed=1)[0].bfloat16()
     config = Config(problems=4, samples=2, train_batch=4, micro_batch_tokens=40, lr=1e-2, steps=4)
     policy = Policy(("A",), model, ShardedAdamW(model, config))
-    metrics = train.update(policy, reference, sampled_actions(model, rewards), 1, config)["A"]
+    metrics = train.update_policy(policy, reference, sampled_actions(model, rewards), 1, config)["A"]
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     return metrics, any(not torch.equal(mine, theirs) for mine, theirs in pairs)
 

@@ -19,14 +19,14 @@ from agents import ARITHMETIC, TABLES, FileEntry, Problem
 from judge import Failure
 from model import Completion, Transformer, load, model_config, sample, save, tiny, tiny_tokenizer, token_logprobs
 from rollout import Action, Episode, Sampling, make_episodes, run_episodes, uniforms
-from train import Config, Policy, ScoredAction, ShardedAdamW
+from train import Config, Policy, ShardedAdamW, TrainedAction
 
 LETTERS = "abcdefghijklmnopqrst"
 
 
-def scored_action(context, ids, agent="A", batch=0, reward=0.5, weight=1.0):
+def trained_action(context, ids, agent="A", update=0, reward=0.5, weight=1.0):
     action = Action(agent, 0, context, ids, [-1.0] * len(ids), False, "")
-    return ScoredAction(action, ("p", agent, 0), batch, reward, weight)
+    return TrainedAction(action, ("p", agent, 0), update, reward, weight)
 
 
 # ---- Model and update --------------------------------------------------------------------------------------------
@@ -38,8 +38,8 @@ def test_the_kl_is_that_of_the_policy_against_its_reference():
     Guard: kl_t = log pi_old - log pi_ref, each computed apart; and where it is positive the return is lower.
     """
     policy, reference = tiny(LETTERS, seed=1)[0], tiny(LETTERS, seed=2)[0]
-    scored = [scored_action([6, 7], [8, 9, 10]), scored_action([6], [11], weight=0.0)]
-    train.score_old(policy, reference, scored, 1, Config())
+    scored = [trained_action([6, 7], [8, 9, 10]), trained_action([6], [11], weight=0.0)]
+    train.fill_old_and_kl(policy, reference, scored, 1, Config())
     for s in scored:
         old, _ = token_logprobs(policy, [s.action.context_ids], [s.action.ids])
         by_reference, _ = token_logprobs(reference, [s.action.context_ids], [s.action.ids])
@@ -152,8 +152,8 @@ def test_shared_weights_learn_from_every_agent():
     for names in (("A", "B"), ("A",)):
         model = tiny(LETTERS, seed=1)[0]
         policy = Policy(("A", "B"), model, ShardedAdamW(model, config))
-        scored = [scored_action([6, 7 + i], [8 + i, 9], name, reward=i % 2) for i in range(4) for name in names]
-        metrics = train.update(policy, tiny(LETTERS, seed=1)[0], scored, 1, config)
+        scored = [trained_action([6, 7 + i], [8 + i, 9], name, reward=i % 2) for i in range(4) for name in names]
+        metrics = train.update_policy(policy, tiny(LETTERS, seed=1)[0], scored, 1, config)
         assert set(metrics) == {"A", "B"}
         assert [metrics[name]["entropy"] > 0 for name in ("A", "B")] == [True, "B" in names]
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
@@ -170,9 +170,9 @@ def test_left_out_actions_count_in_no_denominator():
     for left_out in (0, 3):
         model = tiny(LETTERS, seed=1)[0]
         policy = Policy(("A",), model, ShardedAdamW(model, config))
-        scored = [scored_action([6, 7 + i], [8 + i, 9], reward=i % 2) for i in range(4)]
-        scored += [scored_action([6], [12 + i], reward=0.0, weight=0.0) for i in range(left_out)]
-        norms.append(train.update(policy, tiny(LETTERS, seed=1)[0], scored, 1, config)["A"]["grad_norm"])
+        scored = [trained_action([6, 7 + i], [8 + i, 9], reward=i % 2) for i in range(4)]
+        scored += [trained_action([6], [12 + i], reward=0.0, weight=0.0) for i in range(left_out)]
+        norms.append(train.update_policy(policy, tiny(LETTERS, seed=1)[0], scored, 1, config)["A"]["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0] > 1e-3
 
 
@@ -192,8 +192,8 @@ def test_gradients_start_from_zero_in_every_optimizer_step():
         return norms[-1]
 
     policy.optimizer.step = step
-    scored = [scored_action([6, 7 + i], [8 + i, 9], batch=i // 2, reward=(i % 2) * (1 + i)) for i in range(4)]
-    train.update(policy, reference, scored, 1, config)
+    scored = [trained_action([6, 7 + i], [8 + i, 9], update=i // 2, reward=(i % 2) * (1 + i)) for i in range(4)]
+    train.update_policy(policy, reference, scored, 1, config)
     first, second = norms
     policy.optimizer.zero_grad()
     train.accumulate(policy, train.micro_batches_of(scored, 1, config), 2, config)

@@ -14,7 +14,7 @@ from agents import ARITHMETIC, InputError, Problem
 from judge import Failure, Grade, Verdict
 from model import tiny, token_logprobs
 from rollout import Action, Episode
-from train import Config, Policy, RunError, ScoredAction, ShardedAdamW
+from train import Config, Policy, RunError, ShardedAdamW, TrainedAction
 
 LETTERS = "abcdefghijklmnopqrst"  # the vocabulary of the models here
 
@@ -26,10 +26,10 @@ def action(agent="A", tokens=3, score=10.0, context=2, truncated=False):
     return Action(agent, 0, [7] * context, ids, [-1.0] * tokens, truncated, "", verdict=verdict)
 
 
-def scored_action(reward, kl, weight=1.0, group=("p", "A", 0), batch=0, agent="A"):
-    """A ScoredAction with this KL, a number for each token."""
-    return ScoredAction(
-        action(agent, tokens=len(kl)), group, batch=batch, reward=reward, weight=weight, kl=torch.tensor(kl)
+def trained_action(reward, kl, weight=1.0, group=("p", "A", 0), update=0, agent="A"):
+    """A TrainedAction with this KL, a number for each token."""
+    return TrainedAction(
+        action(agent, tokens=len(kl)), group, update=update, reward=reward, weight=weight, kl=torch.tensor(kl)
     )
 
 
@@ -87,15 +87,15 @@ def test_whitening_over_all_tokens_of_all_actions():
     Over the four tokens the mean is 1/4 and the std sqrt(3)/4, so A = sqrt(3) and -1/sqrt(3). (Over the two actions it
     would be 1 and -1.)
     """
-    scored = [scored_action(1.0, [0.0]), scored_action(0.0, [0.0, 0.0, 0.0])]
+    scored = [trained_action(1.0, [0.0]), trained_action(0.0, [0.0, 0.0, 0.0])]
     train.set_advantages(scored, Config(beta=0.0))
     first, second = advantages(scored)
     assert first == pytest.approx([3**0.5], abs=1e-6)
     assert second == pytest.approx([-(3**-0.5)] * 3, abs=1e-6)
 
 
-def scored_already(model, reference, scored, batches, config):
-    """Instead of score_old: every token is as the sampler said, and the KL is what the test gave."""
+def scored_already(model, reference, scored, updates, config):
+    """Instead of fill_old_and_kl: every token is as the sampler said, and the KL is what the test gave."""
     for s in scored:
         s.old = torch.tensor(s.action.logprobs)
         s.mismatch = torch.zeros(len(s.action.logprobs))
@@ -104,13 +104,13 @@ def scored_already(model, reference, scored, batches, config):
 def test_agents_are_whitened_apart(monkeypatch):
     """Symptom: an agent whose coach is generous learns that all it does is good.
 
-    Guard: update() whitens each agent's actions on their own, also under --share-weights.
+    Guard: update_policy() whitens each agent's actions on their own, also under --share-weights.
     """
     seen = []
-    monkeypatch.setattr(train, "score_old", scored_already)
+    monkeypatch.setattr(train, "fill_old_and_kl", scored_already)
     monkeypatch.setattr(train, "set_advantages", lambda scored, config: seen.append([s.action.agent for s in scored]))
-    scored = [scored_action(1.0, [0.0], weight=0.0, agent=agent) for agent in ("A", "B")]
-    train.update(Policy(("A", "B"), None, None), None, scored, 1, Config())
+    scored = [trained_action(1.0, [0.0], weight=0.0, agent=agent) for agent in ("A", "B")]
+    train.update_policy(Policy(("A", "B"), None, None), None, scored, 1, Config())
     assert seen == [["A"], ["B"]]
 
 
@@ -124,7 +124,7 @@ def test_no_spread_gives_no_advantage():
         assert [part.tolist() for part in whitened] == [[0.0]] * len(values)
     assert train.whiten([]) == []
     for kind in ("grpo", "rloo"):
-        assert train.compare_in_groups([scored_action(0.3, [0.0])], kind) == [0.0]
+        assert train.compare_in_groups([trained_action(0.3, [0.0])], kind) == [0.0]
 
 
 def test_groups_by_hand():
@@ -132,8 +132,8 @@ def test_groups_by_hand():
 
     A second group (another agent on the same problem) has a mean of its own.
     """
-    scored = [scored_action(reward, [0.0]) for reward in (1.0, 0.0, 0.5)]
-    scored += [scored_action(reward, [0.0], group=("p", "B", 0)) for reward in (0.9, 0.7)]
+    scored = [trained_action(reward, [0.0]) for reward in (1.0, 0.0, 0.5)]
+    scored += [trained_action(reward, [0.0], group=("p", "B", 0)) for reward in (0.9, 0.7)]
     grpo = train.compare_in_groups(scored, "grpo")
     assert grpo == pytest.approx([6**0.5 / 2, -(6**0.5) / 2, 0.0, 1.0, -1.0])
     assert train.compare_in_groups(scored, "rloo") == pytest.approx([0.75, -0.75, 0.0, 0.2, -0.2])
@@ -148,7 +148,7 @@ def test_truncated_and_failed_actions_count_on_neither_side():
     """
     episode = Episode(0, Problem("p", "q", "1"), 0)
     episode.actions = [action(score=10), action(score=2), action(score=0, truncated=True), action(score=None)]
-    scored = train.score_actions([episode], Config())
+    scored = train.trained_actions([episode], Config())
     assert [s.weight for s in scored] == [1.0, 1.0, 0.0, 0.0]
     for s in scored:
         s.kl = torch.zeros(3)
@@ -156,9 +156,9 @@ def test_truncated_and_failed_actions_count_on_neither_side():
     assert scored[0].advantage.tolist() == pytest.approx([1.0] * 3, abs=1e-6)
     assert scored[1].advantage.tolist() == pytest.approx([-1.0] * 3, abs=1e-6)
     assert scored[2].advantage is None and scored[3].advantage is None
-    kept = train.score_actions([episode], Config(mask_truncated=False))
+    kept = train.trained_actions([episode], Config(mask_truncated=False))
     assert [s.weight for s in kept] == [1.0, 1.0, 1.0, 0.0]
-    outcome = train.score_actions([episode], Config(reward="outcome"))  # needs no verdict
+    outcome = train.trained_actions([episode], Config(reward="outcome"))  # needs no verdict
     assert [s.weight for s in outcome] == [1.0, 1.0, 0.0, 1.0]
 
 
@@ -167,10 +167,10 @@ def test_the_outcome_is_the_quality_of_the_whole_episode():
     episode, unfinished = Episode(0, Problem("p", "q"), 0), Episode(5, Problem("p", "q"), 1, error="too long")
     episode.actions, unfinished.actions = [action("A"), action("B")], [action("A")]
     episode.last_grade = Grade(True, 0.25)
-    scored = train.score_actions([episode, unfinished], Config(reward="outcome", train_batch=4))
+    scored = train.trained_actions([episode, unfinished], Config(reward="outcome", train_batch=4))
     assert [s.reward for s in scored] == [0.25, 0.25, 0.0]
     assert [s.group for s in scored] == [("p", "A", 0), ("p", "B", 0), ("p", "A", 0)]
-    assert [s.batch for s in scored] == [0, 0, 1]  # by the episode's index
+    assert [s.update for s in scored] == [0, 0, 1]  # by the episode's index
 
 
 def test_a_failing_coach_stops_the_run():
@@ -218,10 +218,10 @@ def test_a_nan_of_weight_zero_stays_out():
 
 
 def make_batch():
-    """Six ScoredActions of unlike lengths, with advantages: one optimizer step's worth."""
+    """Six TrainedActions of unlike lengths, with advantages: one optimizer step's worth."""
     scored = []
     for i, tokens in enumerate([1, 5, 2, 9, 3, 1]):
-        s = ScoredAction(action(tokens=tokens, context=2 + i), ("p", "A", 0), batch=0, reward=0.5, weight=1.0)
+        s = TrainedAction(action(tokens=tokens, context=2 + i), ("p", "A", 0), update=0, reward=0.5, weight=1.0)
         s.kl = s.mismatch = torch.zeros(tokens)
         s.old = torch.tensor(s.action.logprobs)
         s.advantage = torch.linspace(-1, 1, tokens) + i / 5
@@ -281,7 +281,7 @@ def test_packing_keeps_to_the_budget():
     in one of them.
     """
     lengths = [5, 60, 7, 7, 30, 2, 2, 2, 90, 31]
-    scored = [ScoredAction(action(tokens=n, context=0), (), batch=0, reward=0.0, weight=1.0) for n in lengths]
+    scored = [TrainedAction(action(tokens=n, context=0), (), update=0, reward=0.0, weight=1.0) for n in lengths]
     micro_batches = train.pack(scored, 64)
     assert sorted(s.length for micro_batch in micro_batches for s in micro_batch) == sorted(lengths)
     for micro_batch in micro_batches:
@@ -360,7 +360,7 @@ def test_which_gradient_was_not_finite_is_said(monkeypatch):
     scored[0].advantage = torch.full_like(scored[0].advantage, math.nan)
     monkeypatch.setattr(train, "set_advantages", lambda *_: None)
     with pytest.raises(RunError, match="step 7: a gradient of A is not finite"):
-        train.update(policy, policy.model, scored, 7, Config())
+        train.update_policy(policy, policy.model, scored, 7, Config())
 
 
 def test_learning_rate_by_hand():
@@ -381,10 +381,10 @@ def test_the_schedule_goes_by_the_step_alone(monkeypatch):
 
     This is so whether or not any was skipped for want of actions: nothing needs to be remembered to resume.
     """
-    monkeypatch.setattr(train, "score_old", scored_already)
+    monkeypatch.setattr(train, "fill_old_and_kl", scored_already)
     config = Config(steps=10, problems=4, samples=2, train_batch=4)
-    scored = [scored_action(1.0, [0.0], weight=0.0)]
-    metrics = train.update(Policy(("A",), None, None), None, scored, 3, config)
+    scored = [trained_action(1.0, [0.0], weight=0.0)]
+    metrics = train.update_policy(Policy(("A",), None, None), None, scored, 3, config)
     assert metrics["A"]["lr"] == train.learning_rate(5, 20, config)
     assert metrics["A"]["grad_norm"] == 0.0
 
@@ -502,7 +502,7 @@ def test_logs_are_cut_at_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
     path.write_text("".join(whole) + '{"step": 4, "accu')
-    train.cut_log(str(path), 2)
+    train.cut_logs(str(tmp_path), 2)
     assert path.read_text() == "".join(whole[:2])
 
 
@@ -564,13 +564,13 @@ def test_metrics_of_an_agent_by_hand():
     kl = (0.3 + 0 - 0.2) / 8, entropy = (1 + 2) / 6, clipped = (0 + 3) / 6. The scorer is 0.1, 0.3 and -0.2 nats from
     the sampler on three of eight tokens: of exp(0.1), exp(0.3), exp(-0.2) the second alone lies outside 0.8 to 1.2.
     """
-    first = scored_action(0.0, [0.1, 0.1, 0.1], batch=0)
+    first = trained_action(0.0, [0.1, 0.1, 0.1], update=0)
     first.entropy, first.clipped, first.largest_ratio = 1.0, 0, 1.5
     first.mismatch = torch.tensor([0.1, 0.3, 0.0])
-    second = scored_action(0.0, [0.0, 0.0, 0.0], batch=1)
+    second = trained_action(0.0, [0.0, 0.0, 0.0], update=1)
     second.entropy, second.clipped, second.largest_ratio = 2.0, 3, 9.0
     second.mismatch = torch.zeros(3)
-    left_out = scored_action(0.0, [-0.1, -0.1], weight=0.0, batch=0)
+    left_out = trained_action(0.0, [-0.1, -0.1], weight=0.0, update=0)
     left_out.mismatch = torch.tensor([0.0, -0.2])
     figures = dict(kl=0.1 / 8, entropy=0.5, ratio_max=9.0, clip_fraction=0.5)
     figures |= dict(mismatch=0.3, mismatch_mean=0.6 / 8, mismatch_clipped=1 / 8)
@@ -590,7 +590,7 @@ def test_a_scorer_that_disagrees_with_the_sampler_shows():
     for s in scored:
         logprobs, _ = token_logprobs(policy.model, [s.action.context_ids], [s.action.ids])
         s.action.logprobs = (logprobs.detach() - 0.5).tolist()
-    metrics = train.update(policy, policy.model, scored, 1, Config(problems=3, samples=2))["A"]
+    metrics = train.update_policy(policy, policy.model, scored, 1, Config(problems=3, samples=2))["A"]
     assert metrics["mismatch"] == pytest.approx(0.5, abs=1e-4)
     assert metrics["mismatch_mean"] == pytest.approx(0.5, abs=1e-4) and metrics["mismatch_clipped"] == 1.0
     assert metrics["ratio_max"] == 1.0 and metrics["clip_fraction"] == 0.0
