@@ -181,9 +181,39 @@ def extract_program(text):
     'x = 2\n\nprint(x)\n'
     >>> extract_program("```python\nprint(1)")
     """
-    blocks = re.findall(r"^[ \t]*```(\w*)[ \t]*\n(.*?)^[ \t]*```", after_thinking(text), re.MULTILINE | re.DOTALL)
-    programs = [code for language, code in blocks if language.lower() in ("", "python", "python3", "py")]
+    programs = []
+    language, block = "", None  # the block that is open: its lines, or None
+    for line in after_thinking(text).split("\n"):
+        fence = line.strip(" \t\r")
+        info = fence.lstrip("`").strip()
+        if not fence.startswith("```") or (block is None and "`" in info):  # ```x``` is no fence
+            if block is not None:
+                block.append(line + "\n")
+        elif block is None:
+            language, block = info.split(" ")[0].lower(), []
+        else:
+            if language in ("", "python", "python3", "py"):
+                programs.append("".join(block))
+            block = None
     return "\n".join(programs) if programs else None
+
+
+def boxed(text):
+    r"""The content of the last \boxed{...} behind the thinking part; None if there is none, or if it never ends.
+
+    >>> boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}}"), boxed(r"\boxed{3}, \boxed{4"), boxed(r"<think>\boxed{7}")
+    ('\\frac{1}{2}', None, None)
+    """
+    text = after_thinking(text)
+    starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", text)]
+    if not starts:
+        return None
+    depth = 1
+    for brace in re.compile(r"\\?[{}]").finditer(text, starts[-1]):  # an escaped brace is none
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[starts[-1] : brace.start()]
+    return None
 
 
 def handed_on(pipeline, problem, actions, files=()):

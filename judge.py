@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 
 import agents
-from agents import InputError, after_thinking, extract_program, missing_files, value_of, write_atomically
+from agents import InputError, after_thinking, boxed, extract_program, missing_files, value_of, write_atomically
 from model import load, sample
 
 # ---- What goes in and what comes out -------------------------------------------------------------
@@ -87,80 +87,304 @@ class Failure:
     detail: str
 
 
-# ---- Grading answers -----------------------------------------------------------------------------
+# ---- Reading answers -----------------------------------------------------------------------------
+#
+# A small reader of the LaTeX and the plain text in which models box their answers. It goes through
+# an answer once, from left to right, and works out the innermost parts first. What it knows to be a
+# number becomes an exact Fraction. All else becomes a normal form: one spelling for all that look
+# alike. It is strict. Equal answers have equal values; an answer that leaves something to compute,
+# such as 3 + 4, is compared as it is written.
+
+LONGEST_ANSWER = 500  # characters; a longer one is compared as it is written
+LONGEST_NUMBER = 100  # digits, and the largest exponent of ten: a model wrote them
+
+SPELLINGS = {  # what can be written in several ways -> the one in which it is compared
+    **dict.fromkeys(["\\dfrac", "\\tfrac", "\\cfrac"], "\\frac"),
+    **dict.fromkeys("−–﹣－", "-"),  # minus signs of Unicode
+    **dict.fromkeys(["°", "\\circ", "\\deg"], "\\degree"),
+    **dict.fromkeys("€£¥", "\\$"),
+    **{"\\le": "\\leq", "≤": "\\leq", "\\ge": "\\geq", "≥": "\\geq", "\\ne": "\\neq", "≠": "\\neq"},
+    **{"×": "\\times", "*": "\\times", "·": "\\cdot", "π": "\\pi", "∞": "\\infty", "∈": "\\in", "∪": "\\cup"},
+    **{"\\lbrace": "\\{", "\\rbrace": "\\}", "\\%": "%", "\\to": "\\rightarrow"},
+}
+SPACES = {"\\,", "\\;", "\\:", "\\!", "\\ ", "\\quad", "\\qquad", "~"}
+INVISIBLE = {
+    *("$", "\\(", "\\)", "\\[", "\\]", "\\left", "\\right", "\\big", "\\Big", "\\bigl", "\\bigr", "\u200b"),
+    *("\\displaystyle", "\\textstyle", "\\limits", "\\rm", "\\bf", "\\it"),
+}
+STYLES = {  # how the text in the braces behind is set
+    *("\\text", "\\textrm", "\\textbf", "\\textit", "\\mbox", "\\boldsymbol", "\\bm", "\\operatorname"),
+    *("\\mathrm", "\\mathbf", "\\mathit", "\\mathsf"),
+}
+OPENING, CLOSING = {"(", "[", "\\{"}, {")", "]", "\\}"}
+ARGUMENTS = {"\\frac": 2, "\\sqrt": 1, "^": 1, "_": 1}  # command -> how many arguments it takes
+NOT_UNITS = {  # words that change the value of the number before them
+    *("squared", "cubed", "factorial", "choose", "mod", "modulo", "base", "root", "pi", "infinity", "sin", "cos"),
+    *("tan", "log", "ln", "exp", "and", "or", "to", "by", "times", "plus", "minus", "over", "more", "less", "half"),
+    *("halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth", "sixths"),
+    *("eighth", "eighths", "tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths"),
+    *("dozen", "score", "hundred", "thousand", "million", "millions", "billion", "billions", "trillion", "trillions"),
+}
+# What stands between the thousands of a number: 1,234 or 1{,}234 or 1\,234 or 1 234, and so on.
+MARK = r"(?:,\\!|\{,\}|\\[,;:! ]|[,'~\s])"
+TOKEN = re.compile(
+    rf"\d+(?:{MARK}\d+)*(?:\.\d+)?|\.\d+"  # a number, or several with marks between them
+    r"|\\[a-zA-Z]+|\\.|[a-zA-Z]+|\s+|.",  # a command, a word, spaces, or any other character
+    re.DOTALL,
+)
+GROUPED = re.compile(rf"(?!0)\d{{1,3}}(?P<mark>{MARK})\d{{3}}(?:(?P=mark)\d{{3}})*(?:\.\d+)?")
 
 
-def boxed(text):
-    r"""The content of the last complete \boxed{...} behind the thinking part, or None.
-
-    >>> boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}}"), boxed(r"<think>\boxed{7}"), boxed(r"\boxed{3")
-    ('\\frac{1}{2}', None, None)
-    """
-    text = after_thinking(text)
-    open_braces, last, end = [], -1, -1  # where each open brace's content starts; -1 if it is no box
-    for match in re.finditer(r"\\boxed\s*\{|[{}]", text):  # one pass: a reply may repeat this mark for ever
-        if match[0] == "{":
-            open_braces.append(-1)
-        elif match[0] != "}":
-            open_braces.append(match.end())
-        elif open_braces:
-            start = open_braces.pop()
-            if start > last:
-                last, end = start, match.start()
-    return None if last < 0 else text[last:end]
+class Computed(Fraction):
+    """The value of a fraction or a power of ten. The value of a number as it is written is a plain Fraction."""
 
 
-LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}")
-LATEX_SPACING = re.compile(r"\\left|\\right|\\[,;:! ()]|[$%]|\\%")
-# \frac{a}{b} or \frac12, unless a number stands before it: mixed numbers are none here
-LATEX_FRACTION = re.compile(r"(?<!\d)(?<!\d )\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))")
-NAME_BEFORE = re.compile(r"^[a-zA-Z]\w*\s*=\s*")  # x = 5
-# a unit has two letters or more (7 x is not 7), and does not change the value
-UNIT_BEHIND = re.compile(r"(?<=\d)\s+(?!squared|cubed|hundred|thousand|[mb]illion)[a-zA-Z]{2}[a-zA-Z ]*\.?$")
-THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# at most 50 digits: a model wrote the text, and giant integers take time
-PLAIN_NUMBER = re.compile(r"([-+]?(?:\d{1,50}(?:\.\d{1,50})?|\.\d{1,50}))(?:\s*/\s*([-+]?\d{1,50}))?")
+class Word(str):
+    """An item that may belong to a unit: letters behind a space, or in a text such as \\text{cm}."""
 
 
-def number(text):
-    r"""The exact value of a written number, or None: integers, decimals, fractions, with LaTeX and units around them.
+class Group(str):
+    """An item that needs braces when others stand beside it."""
 
-    >>> number("1,024"), number(r"x = \frac{3}{-4}"), number(r"50\%"), number(r"12\text{ cm}"), number(r"2\frac12")
-    (Fraction(1024, 1), Fraction(-3, 4), Fraction(50, 1), Fraction(12, 1), None)
-    """
-    # take away what is around the number
-    text = LATEX_TEXT.sub(r" \1", text).replace("{,}", "")
-    text = LATEX_SPACING.sub("", text).strip()
-    text = LATEX_FRACTION.sub(r"\1\3/\2\4", text)
-    text = NAME_BEFORE.sub("", text)
-    text = UNIT_BEHIND.sub("", text)
-    text = THOUSANDS_COMMA.sub("", text).removesuffix(".")
-    # read it
-    match = PLAIN_NUMBER.fullmatch(text)
-    if not match or Fraction(match[2] or 1) == 0:
-        return None
-    return Fraction(match[1]) / Fraction(match[2] or 1)
+
+@dataclass
+class Part:
+    """A part of an answer that is being read: the whole, or what stands in braces or brackets."""
+
+    opening: str = ""  # "{", a style or a bracket; empty for the whole
+    items: list = field(default_factory=list)  # Fraction where the value is known; else str, which may be Word or Group
 
 
 def normalised(answer):
-    r"""A form in which equal answers are equal strings: the exact value of a number, else the text, tidied.
+    r"""A form in which answers are equal strings if they are equal: the exact value of a number, or a normal form.
 
-    >>> normalised("0.50"), normalised(r"\frac12"), normalised("( a, b )"), normalised("1 2")
-    ('1/2', '1/2', '(a,b)', '1 2')
+    >>> normalised("0.50"), normalised(r"1\dfrac12"), normalised(r"\$1{,}024.00"), normalised(r"x = 12\text{ cm}^2")
+    ('1/2', '3/2', '1024', '12')
+    >>> normalised(r"\left( \frac12 , 0.5 \right]"), normalised(r"\frac {\sqrt3} 2"), normalised("1 2")
+    ('(1/2,1/2]', '\\frac{\\sqrt{3}}{2}', '1 2')
     """
-    exact = number(answer)
-    if exact is not None:
-        return str(exact)
-    text = LATEX_TEXT.sub(r"\1", answer)
-    text = re.sub(r"\\left|\\right|\\[,;:! ]|\$|\s", " ", text)
-    text = re.sub(" +", " ", text)
-    return re.sub(r" *([^\w ]) *", r"\1", text).strip()
+    answer = " ".join(answer.split())
+    if len(answer) > LONGEST_ANSWER:
+        return answer
+    items = read_items(answer)
+    return ",".join(written([part]) for part in simplified_parts(without_name(items)))
+
+
+def read_items(answer):
+    """The items of a whole answer, with all that stands in braces and brackets worked out."""
+    parts = [Part()]  # the whole, and the parts of it that are open
+    style, behind_space = "", True
+    place = 0
+    while place < len(answer):
+        text = TOKEN.match(answer, place)[0]
+        if wants_argument(parts[-1].items) and text[0].isalnum():
+            text = text[0]  # \frac12 is one half, x^10 is x^1 times 0
+        place += len(text)
+        token = SPELLINGS.get(text, text)
+        if text.isspace() or token in SPACES:
+            behind_space = True
+        elif token in STYLES:
+            style = token
+        elif token not in INVISIBLE:
+            read_token(parts, token, style, behind_space)
+            style, behind_space = "", False
+    while len(parts) > 1:  # what was never closed
+        part = parts.pop()
+        parts[-1].items += [part.opening, *part.items]
+    return parts[0].items
+
+
+def read_token(parts, token, style, behind_space):
+    """Add a token to the innermost open part, or open another one, or close it."""
+    part = parts[-1]
+    if token == "{":
+        parts.append(Part(style or "{"))
+    elif token in OPENING:
+        parts.append(Part(token))
+    elif (token == "}" and part.opening in {"{", *STYLES}) or (token in CLOSING and part.opening in OPENING):
+        close(parts, token)
+    else:
+        is_word = token.isalpha() and (part.opening in STYLES or (behind_space and len(token) > 1))
+        if re.match(r"\.?\d", token):
+            part.items += read_number(token, part.opening in OPENING)
+        else:
+            part.items.append(Word(token) if is_word else token)
+        finish_command(part.items)
+
+
+def close(parts, closing):
+    """The innermost part has ended: it becomes an item, or several, of the part around it."""
+    part = parts.pop()
+    items = parts[-1].items
+    if part.opening in STYLES:
+        items += part.items
+    elif part.opening == "{":
+        items.append(simplified(part.items))
+    else:
+        inside = ",".join(written([item]) for item in simplified_parts(part.items))
+        items.append(part.opening + inside + closing)
+    finish_command(items)
+
+
+def read_number(text, in_brackets):
+    """The items of a token that starts with a digit: one Fraction, or several and what separates them.
+
+    >>> read_number("1,234.5", in_brackets=False), read_number("1,234", in_brackets=True), read_number("0,123", False)
+    ([Fraction(2469, 2)], [Fraction(1, 1), ',', Fraction(234, 1)], [Fraction(0, 1), ',', Fraction(123, 1)])
+    """
+    grouped = GROUPED.fullmatch(text)
+    if grouped and not (in_brackets and grouped["mark"] == ","):
+        text = re.sub(r"[^\d.]", "", text)
+    items = []
+    for piece in re.findall(r"\d*\.?\d+|[^\d.]+", text):
+        if piece[-1].isdecimal():
+            items.append(Fraction(piece) if len(piece) <= LONGEST_NUMBER else piece)
+        elif piece in (",", "{,}"):
+            items.append(",")
+    return items
+
+
+def wants_argument(items):
+    r"""Does the command at the end of the items lack an argument? \frac takes two, \sqrt, ^ and _ one."""
+    return (items and items[-1] in ARGUMENTS) or items[-2:-1] == ["\\frac"]
+
+
+def finish_command(items):
+    """If the command at the end of the items has all its arguments, one item takes their place."""
+    if items[-3:-2] == ["\\frac"]:
+        above, below = items[-2:]
+        del items[-3:]
+        items.append(quotient(above, below))
+        mixed = items[-2:]
+        if len(mixed) == 2 and is_plain_whole(mixed[0]) and isinstance(mixed[1], Computed) and 0 < mixed[1] < 1:
+            items[-2:] = [Computed(sum(mixed))]  # 1\frac45
+    elif items[-2:-1] and ARGUMENTS.get(items[-2]) == 1:
+        command, argument = items[-2:]
+        del items[-2:]
+        if command == "^" and argument == "\\degree":
+            items.append("\\degree")
+        elif command == "^" and items[-1:] == [10] and is_exponent(argument):
+            items[-1] = Computed(Fraction(10) ** int(argument))
+        else:
+            items.append(f"{command}{{{written([argument])}}}")
+
+
+def quotient(above, below):
+    """Two items, one above the other."""
+    if is_value(above) and is_value(below) and below != 0:
+        return Computed(above / below)
+    return f"\\frac{{{written([above])}}}{{{written([below])}}}"
+
+
+def is_value(item):
+    return isinstance(item, Fraction)
+
+
+def is_plain_whole(item):
+    """Is this a whole number as it is written?"""
+    return type(item) is Fraction and item.denominator == 1
+
+
+def is_exponent(item):
+    """May ten be raised to this?"""
+    return is_value(item) and item.denominator == 1 and abs(item) <= LONGEST_NUMBER
+
+
+def written(items):
+    """The normal form of several items. A value that is no plain whole number stands in braces, unless it is alone."""
+    texts = []
+    for i, item in enumerate(items):
+        bare = len(items) == 1 or not isinstance(item, Fraction | Group) or str(item).isdecimal()
+        text = str(item) if bare else f"{{{item}}}"
+        if i > 0 and is_value(item) and is_value(items[i - 1]):
+            text = " " + text  # digits that something separates are never fused
+        texts.append(text)
+    return "".join(texts)
+
+
+def simplified_parts(items):
+    """The items between commas, each simplified to one item."""
+    parts = [[]]
+    for item in items:
+        if item == ",":
+            parts.append([])
+        else:
+            parts[-1].append(item)
+    return [simplified(part) for part in parts]
+
+
+def simplified(items):
+    """One item for several: their value if they have one, else their normal form."""
+    if items[-1:] == ["."]:
+        items = items[:-1]
+    if items[:1] == ["+"]:
+        items = items[1:]
+    value = value_of_items(items)
+    if value is not None:
+        return value
+    if len(items) == 1:
+        return items[0]
+    # one fraction bar in a product: \pi/4 is \frac{\pi}{4}
+    sign = items[:1] if items[:1] == ["-"] else []
+    factors = items[len(sign) :]
+    if len(factors) > 2 and factors[-2] == "/" and not {"+", "-", "/", "=", "<", ">", ","} & {*factors[:-2]}:
+        items = [*sign, quotient(simplified(factors[:-2]), factors[-1])]
+    return Group(written(items))
+
+
+def value_of_items(items):
+    """The exact value of a number with a sign, a currency or a unit, a fraction a/b, or a power of ten; else None."""
+    items = [item for item in items if item != "\\$"]
+    sign = -1 if items[:1] == ["-"] else 1
+    if items[:1] == ["-"]:
+        items = items[1:]
+    if not items or not is_value(items[0]):
+        return None
+    value, rest = items[0], items[1:]
+    if rest[:2] == ["/", "-"]:
+        sign, rest = -sign, ["/", *rest[2:]]
+    if len(rest) > 1 and rest[0] == "/" and is_value(rest[1]) and rest[1] != 0:
+        value, rest = value / rest[1], rest[2:]
+    elif len(rest) > 1 and rest[0] in ("\\times", "\\cdot") and isinstance(rest[1], Computed):
+        value, rest = value * rest[1], rest[2:]
+    return sign * value if is_unit(rest) else None
+
+
+def is_unit(items):
+    """Do these items leave a value as it is? None, %, degrees, or words such as cm^2 and miles per hour."""
+    if items[:1] in (["%"], ["\\degree"]):
+        return len(items) == 1 or (len(items) == 2 and items[1] in ("C", "F"))
+    for before, item, after in zip(["", *items], items, [*items[1:], ""], strict=False):
+        is_word = isinstance(item, Word) and item.lower() not in NOT_UNITS
+        is_power = item in ("^{2}", "^{3}", "²", "³") and isinstance(before, Word)
+        is_slash = item == "/" and isinstance(before, Word) and after != ""
+        behind_slash = before == "/" and isinstance(item, str) and item.isalpha()
+        if not (is_word or is_power or is_slash or behind_slash):
+            return False
+    return True
+
+
+def without_name(items):
+    r"""Items without a name in front, where it adds nothing: x = 5, x \in [0, 1]. The equation y = 2x stays one."""
+    signs = [i for i, item in enumerate(items) if item in ("=", "\\in")]
+    if len(signs) != 1:
+        return items
+    name, rest = items[: signs[0]], items[signs[0] + 1 :]
+    is_name = len(name) in (1, 2) and re.fullmatch(r"\\?[a-zA-Z]+(_\{\w+\})?", "".join(map(str, name)))
+    equation = items[signs[0]] == "=" and re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", written(rest))
+    return rest if is_name and (not equation or is_value(simplified(rest))) else items
 
 
 def final_answer(reply):
     """The normalised answer of a reply, or None if it boxes none."""
     answer = boxed(reply)
     return normalised(answer) if answer and answer.strip() else None
+
+
+# ---- Grading answers -----------------------------------------------------------------------------
+#
+# GRADERS (below) names a function for each way of grading: (problem, the last agent's reply,
+# read_file) -> Grade. read_file gives the bytes of a file in the workspace by its name.
 
 
 def grade_math(reply, truth):
@@ -174,7 +398,8 @@ def grade_math(reply, truth):
 
 def grade_answer(problem, reply, read_file):
     """The Grade of an episode whose result is the answer that the last reply boxes."""
-    answer, correct = final_answer(reply), grade_math(reply, problem.answer)
+    answer = final_answer(reply)
+    correct = answer == normalised(problem.answer)
     return Grade(correct, float(correct), "" if correct else "the answer is wrong", answer=answer)
 
 
@@ -391,8 +616,7 @@ def grade_workspace(problem, reply, read_file):
     return grade_submission(data, problem)
 
 
-# Pipeline.graded_by -> function (problem, the last agent's reply, read_file) -> Grade. read_file
-# gives the bytes of a file in the workspace by its name, or raises OSError.
+# Pipeline.graded_by -> function (problem, the last agent's reply, read_file) -> Grade
 GRADERS = {"answer": grade_answer, "submission": grade_workspace}
 
 # ---- The offline coach of the miniature pipelines ------------------------------------------------

