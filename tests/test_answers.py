@@ -5,8 +5,8 @@ be equal to every other one, and to no notation of another value.
 
 math-verify is the yardstick where it is installed (`pip install math-verify`; it is no dependency). It accepts more,
 which we leave out with intent: 50\% as 0.5 (a percentage is asked for as a number here), sets and lists in another
-order, what must be computed first (2^{10}; x+1 against 1+x), (5) as 5, 4210_5 as 4210, y = 2x+1 as 2x+1, \text{(C)} as C,
-and 7 million or 7 squared as 7. What we accept and it does not are equal values that it cannot read: see UNREAD below.
+order, what must be computed first (2^{10}; x+1 against 1+x), (5) as 5, 4210_5 as 4210, y = 2x+1 as 2x+1, \text{(C)} as
+C, and 7 million or 7 squared as 7. What we accept and it does not are equal values that it cannot read, see UNREAD.
 """
 
 import itertools
@@ -29,7 +29,7 @@ VALUES = {
     "thousands": [
         ["1234567", "1,234,567", r"1{,}234{,}567", r"1,\!234,\!567", r"1\,234\,567", "1 234 567", r"1\ 234\ 567"],
         ["1234.5", "1,234.5", r"1{,}234.5", r"1~234.5", "1\u202f234.5", "1'234.5"],
-        ["0,123", "0,0123"], ["123"], ["1,2345"], ["12,345,67"], ["1.5,000"], ["1.5"], ["1500"], ["1{,}5"], ["15"],
+        ["0,123"], ["123"], ["1,2345"], ["12,345,67"], ["1.5,000"], ["1.5"], ["1500"], ["1{,}5"], ["15"],
         ["3{,}14"], ["314"], ["3.14"], [r"1\;2", "1{2}", "1 2", r"1\!2"], ["12"], [r"2\ 3"], ["23"], ["1,2,345"],
         ["12345"], ["1,23,456"], ["123456"], ["(1,234)", "(1, 234)"], ["1234"], ["1;234"],
         [r"1,234\;567"], ["f(1,234)"], ["f(1234)"],
@@ -115,6 +115,9 @@ UNREAD = (
     "sqrt[3]",
     "€",
     "1/-2",
+    "\u202f",
+    r"\!2",
+    "'234",
 )
 
 
