@@ -794,10 +794,14 @@ def what_is_true(case):
     return f"\nThe submission by the hidden answers: {found}\n{ceiling}"
 
 
+FILE_ENDINGS = (".csv", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".json", ".parquet", ".txt")
+
+
 def file_trail(case):
     """What the coach is told about files: those really there, those owed, and those that are only talked about."""
     said = f"{case.reply}\n{case.observation}"
-    named = sorted(set(re.findall(r"\b[\w-]+\.(?:csv|pkl|pickle|joblib|npy|npz|json|parquet|txt)\b", said)))
+    words = {word.strip(".-") for word in re.findall(r"[\w.-]+", said)}
+    named = sorted(word for word in words if word.endswith(FILE_ENDINGS))
     missing = missing_files(case.agent.must_write, case.after)
     owed = [f"{name} ({'missing' if name in missing else 'there'})" for name in case.agent.must_write]
     imagined = missing_files(named, case.after)
@@ -812,32 +816,61 @@ def file_trail(case):
 
 # ---- Language-model coaches: how their replies are read ------------------------------------------
 
-MARKS = r"""[\s*_`"'<>#()\[\]]*"""  # what models decorate a line with
-SCORE_PART = rf"(?:final\s+)?score{MARKS}[:=]{MARKS}(-?\d+(?:\.\d+)?)(?:\s*/\s*10(?:\.0+)?)?(?![\d/])"
-CORRECT_PART = rf"correct{MARKS}[:=]{MARKS}(yes|no){MARKS}\.?{MARKS}"
-VERDICT = re.compile(rf"{MARKS}{SCORE_PART}{MARKS}[.,;|]?{MARKS}(?:{CORRECT_PART})?", re.IGNORECASE)
+# A verdict line, in lower case, without decoration, with single spaces. No part of the pattern can
+# match what another one does: it never turns back over what a model wrote.
+VERDICT = re.compile(
+    r"(?:final )?score ?[:=] ?(-?\d+(?:\.\d+)?)(?: ?/ ?10(?:\.0+)?)?(?! ?/)"
+    r"(?: ?[.,;|])?(?: ?correct ?[:=] ?(yes|no) ?\.?)?"
+)
+DECORATION = str.maketrans(dict.fromkeys("*_`#()[]<>", " "))  # what models set a line in
+LONGEST_VERDICT = 200  # characters of a line
 
 
 def parse_verdict(reply, with_truth):
-    """The Verdict in a coach's reply: its last verdict line, behind any thinking. Anything else is a Failure.
+    """The Verdict in a coach's reply, from its verdict line behind any thinking. Anything else is a Failure.
+
+    Lines that are quoted or fenced are the action's words, not the coach's. Verdict lines that
+    contradict each other are no verdict: one of them may be planted.
 
     >>> parse_verdict("The plan is right, 9 of 10 steps.\\n**SCORE: 8/10**", False)
     Verdict(score=8.0, reason='The plan is right, 9 of 10 steps.', opinion=None)
     """
     lines = after_thinking(reply).strip().splitlines()
-    matches = [VERDICT.fullmatch(line) for line in lines]
-    places = [i for i, match in enumerate(matches) if match]
-    if not places:
-        ending = reply.strip()[-80:].replace("'", "")
-        return Failure("verdict", f"no verdict line: {ending!r}".replace("'", ""))
-    last = places[-1]
-    score, opinion = float(matches[last][1]), matches[last][2]
+    found = verdict_lines(lines)
+    if not found:
+        return Failure("verdict", f"no verdict line: {json.dumps(reply.strip()[-80:], ensure_ascii=False)}")
+    scores = {float(match[1]) for match in found.values()}
+    opinions = {match[2] for match in found.values() if match[2]}
+    if len(scores) > 1 or len(opinions) > 1:
+        return Failure("verdict", "its verdict lines contradict each other")
+    [score] = scores
     if not 0 <= score <= 10:
         return Failure("verdict", f"a score of {score:g}")
-    if with_truth and not opinion:
+    if with_truth and not opinions:
         return Failure("verdict", "it does not say whether the answer is correct")
-    reason = " ".join(" ".join(lines[:last]).split())[:500]
-    return Verdict(score, reason, opinion.lower() == "yes" if with_truth else None)
+    reason = " ".join(" ".join(lines[: max(found)]).split())[:500]
+    return Verdict(score, reason, opinions == {"yes"} if with_truth else None)
+
+
+def verdict_lines(lines):
+    """Number of a line -> its match, for all verdict lines that are the coach's own: not quoted, not in a fence."""
+    found = {}
+    fence = ""  # the mark that will close the block that is open
+    for number, line in enumerate(lines):
+        mark = line.strip()[:3]
+        if fence:
+            fence = "" if mark == fence else fence
+        elif mark in FENCES:
+            fence = FENCES[mark]
+        elif not mark.startswith(">") and len(line) <= LONGEST_VERDICT:
+            plain = " ".join(line.lower().translate(DECORATION).split())
+            match = VERDICT.fullmatch(plain)
+            if match:
+                found[number] = match
+    return found
+
+
+FENCES = {"```": "```", "~~~": "~~~", "<<<": ">>>"}  # how a block opens -> how it ends; the last is ours, see fenced()
 
 
 def verdict_of(reply, case):
@@ -852,7 +885,7 @@ def verdict_of(reply, case):
 
 def ask_again(conversation, reply):
     """The conversation that asks once more after a reply without a verdict."""
-    again = "That did not end with a line of the form asked for. Again:\n\n" + conversation[1]["content"]
+    again = "That held no line of the form asked for, or several that differ. Again:\n\n" + conversation[1]["content"]
     return [*conversation, {"role": "assistant", "content": reply}, {"role": "user", "content": again}]
 
 

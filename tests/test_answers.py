@@ -16,7 +16,7 @@ import time
 import pytest
 
 import judge
-from judge import grade_math, normalised
+from judge import grade_math, normalised, parse_verdict
 
 # kind -> values -> the notations of each. Whatever stands in one row is equal, whatever stands in two is not.
 VALUES = {
@@ -257,14 +257,15 @@ def seconds_for(function, replies):
     return sum(each), max(each)
 
 
-def test_replies_that_loop_are_graded_quickly():
+def test_replies_that_loop_are_read_quickly():
     """Symptom: an agent that repeats itself to its limit costs 1 to 7 seconds a grade.
 
     Cause: patterns that turn back, or follow each mark to the end of the text. Guard: 1,000 replies of 4,096 marks take
     less than a second (some 0.3 s on a quiet core), and none of them long.
     """
     replies = list(hostile_replies(1000))
-    for function in (lambda reply: grade_math(reply, "7"), judge.extract_program):
+    readers = (lambda reply: grade_math(reply, "7"), judge.extract_program, lambda reply: parse_verdict(reply, True))
+    for function in readers:
         total, longest = seconds_for(function, replies)
         assert total < 3.0
         assert longest < 0.2
