@@ -35,6 +35,7 @@ import gc
 import glob
 import hashlib
 import importlib.util
+import io
 import itertools
 import json
 import linecache
@@ -60,6 +61,8 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -894,12 +897,13 @@ def read_json(folder, name, default=None, what="model folder"):
 def read_entries(path):
     """The values of a JSON list, or of JSON lines. Raises InputError, which names the file and the line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors put a byte-order mark in front
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
     if text.lstrip().startswith("["):
         return parse_json(path, 1, text)
-    lines = enumerate(text.splitlines(), 1)
+    # NOTE: not splitlines(), which also cuts at characters that a JSON text may hold, such as U+2028
+    lines = enumerate(text.split("\n"), 1)
     return [parse_json(path, number, line) for number, line in lines if line.strip()]
 
 
@@ -915,9 +919,9 @@ def parse_json(path, first_line, text):
 def load_problems(path, data_options=None):
     """The Problems of a problem file: a JSON list, or JSON lines, of objects.
 
-    Each has a prompt (or problem, or question) and an answer (text or number), and perhaps an id;
-    or it is one of DSBench's tasks, see load_task(). Ids get the file's name in front. Raises
-    InputError, which names the file, the entry, and what is wrong with it.
+    Each has a prompt (or problem, or question) and an answer (text or number, see final_truth()), and
+    perhaps an id; or it is one of DSBench's tasks, see load_task(). Ids get the file's name in
+    front. Raises InputError, which names the file, the entry, and what is wrong with it.
     """
     options = data_options or DataOptions()
     texts = read_task_texts(options.task_texts)
@@ -947,12 +951,49 @@ def load_problem(path, number, entry, data_root, texts):
     answer, metadata = entry.get("answer"), entry.get("metadata")
     if isinstance(question, str) and isinstance(metadata, dict) and "train_file" in metadata:
         return load_task(where, stem, question, metadata, data_root, texts)
+    asked = isinstance(question, str) and question.strip() != ""
     # type(), not isinstance: true is an int in Python, and no answer
-    complete = isinstance(question, str) and type(answer) in (str, int, float) and str(answer).strip() != ""
-    require(complete, f"{where}: a prompt and an answer are needed, as text or number")
+    is_number = type(answer) is int or (type(answer) is float and math.isfinite(answer))
+    answered = is_number or (isinstance(answer, str) and answer.strip() != "")
+    require(asked and answered, f"{where}: a prompt and an answer are needed, as text or number")
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
-    return Problem(f"{stem}/{entry.get('id', number)}", question, str(answer))
+    truth = final_truth(str(answer))
+    matched = truth != "" and boxed(f"\\boxed{{{truth}}}") == truth and len(truth) <= LONGEST_TRUTH
+    require(matched, f"{where}: no reply can box the answer {str(answer)[:60]!r}: give the final answer alone")
+    return Problem(f"{stem}/{entry.get('id', number)}", question, truth)
+
+
+LONGEST_TRUTH = 300  # characters; what is longer explains an answer
+
+
+def final_truth(answer):
+    r"""The final answer in an answer as data sets write it: behind ####, in a box, or in bold.
+
+    >>> final_truth("3 + 4 = 7 eggs.\n#### 7"), final_truth(r"So it is \boxed{7}."), final_truth("**7**")
+    ('7', '7', '7')
+    """
+    answer = answer.rpartition("####")[2].strip()
+    if "\\boxed" in answer:
+        answer = boxed(answer) or ""
+    bold = len(answer) > 4 and answer.startswith("**") and answer.endswith("**")
+    return answer[2:-2].strip() if bold else answer.strip()
+
+
+def fingerprint(problems):
+    """A digest of problems in their order, without the content of large files: two lists that differ differ in it."""
+    hashed = hashlib.sha256()
+    for problem in problems:
+        key = problem.answer_key
+        truth = (key.id_column, key.targets) if key else problem.answer
+        files = sorted((name, file_size(data)) for name, data in problem.files.items())
+        hashed.update(repr((problem.id, problem.question, truth, problem.kind, files)).encode())
+    return hashed.hexdigest()
+
+
+def file_size(data):
+    """Bytes of a file that a Problem gives as its content or as its Path."""
+    return len(data) if isinstance(data, bytes) else data.stat().st_size
 
 
 def load_files(paths, pipeline, data_options=None):
@@ -966,6 +1007,104 @@ def load_files(paths, pipeline, data_options=None):
     example = odd[0] if odd else ""
     require(not odd, f"{len(odd)} problems, such as {example}, are not of the {pipeline.name} pipeline's kind")
     return files
+
+
+# ---- CSV files of data tasks: true answers, and what agents submit -------------------------------
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The truth of a data task."""
+
+    ids: list  # of the test rows, see row_key()
+    columns: list  # for each target the true values: float where all of them are numbers, else text
+    numeric_ids: bool  # ids are compared as numbers
+
+
+def read_rows(data, columns, exact_columns=False, numeric_ids=False, most_rows=math.inf):
+    """id -> the texts of the other columns, of a CSV's bytes. Raises ValueError, or csv.Error, with what is wrong.
+
+    columns: names, the id's first; exact_columns: there are no others.
+    """
+    reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
+    header = [name.strip() for name in next(reader, [])]
+    fits = sorted(header) == sorted(columns) if exact_columns else set(columns) <= set(header)
+    if not fits:
+        shown = ", ".join(header)[:200] or "missing"
+        raise ValueError(f"its columns are {shown}, they should be {', '.join(columns)}")
+    places = [header.index(name) for name in columns]
+    rows = {}
+    for row in reader:
+        if not row:
+            continue
+        if len(row) != len(header):
+            raise ValueError(f"line {reader.line_num} has {len(row)} values, not {len(header)}")
+        row_id, *values = [row[place].strip() for place in places]
+        key = row_key(row_id, numeric_ids)
+        if key in rows:
+            raise ValueError(f"the id {row_id[:50]!r} is used twice")
+        rows[key] = values
+        if len(rows) > most_rows:
+            raise ValueError(f"there are more than {most_rows} rows")
+    return rows
+
+
+def row_key(row_id, numeric_ids):
+    """An id as it is compared: as a number where all true ids are different numbers (0001, 1 and 1.0 are one), or text.
+
+    >>> row_key("0001", True) == row_key("1.0", True), row_key("0001", False) == row_key("1", False)
+    (True, False)
+    """
+    if numeric_ids and len(row_id) <= 50 and re.fullmatch(r"[-+]?\d+(\.\d+)?", row_id):
+        return Fraction(row_id)
+    return row_id
+
+
+def finite_number(text):
+    """The text as a number, true and false as 1 and 0. Raises ValueError where it is no finite number."""
+    words = {"true": 1.0, "false": 0.0}
+    try:
+        value = words[text.lower()] if text.isalpha() else float(text)
+    except (ValueError, KeyError):
+        value = math.nan
+    if not abs(value) < 1e100 or "_" in text:  # Python reads 1_000 as a number, other programs do not
+        raise ValueError(f"{text[:50]!r} is not a finite number")
+    return value
+
+
+@lru_cache(128)
+def read_answers(answer_key, kind):
+    """The Answers behind an AnswerKey. Raises InputError: what is wrong with them is no agent's fault."""
+    where = f"answers {str(answer_key.answers)[:99]}"
+    names = [answer_key.id_column, *answer_key.targets]
+    try:
+        data = answer_key.answers if isinstance(answer_key.answers, bytes) else answer_key.answers.read_bytes()
+        rows = read_rows(data, names)
+        keys = [row_key(row_id, numeric_ids=True) for row_id in rows]
+        numeric_ids = all(isinstance(key, Fraction) for key in keys) and len(set(keys)) == len(keys)
+        columns = [true_values(texts, kind) for texts in zip(*rows.values(), strict=True)]
+    except (OSError, ValueError, csv.Error) as error:
+        raise InputError(f"{where}: {error}") from None
+    require(rows, f"{where}: there are no rows")
+    return Answers(keys if numeric_ids else list(rows), columns, numeric_ids)
+
+
+def true_values(texts, kind):
+    """A column of true values: numbers if all of them are, which those of a regression must be; else texts."""
+    if "" in texts:
+        raise ValueError("a true value is missing")
+    try:
+        return [finite_number(text) for text in texts]
+    except ValueError:
+        if kind == "regression":
+            raise
+        return list(texts)
+
+
+def read_submission(data, answer_key, answers):
+    """id -> predictions, as texts, of a submission's bytes. Raises ValueError, or csv.Error, with what is wrong."""
+    names = [answer_key.id_column, *answer_key.targets]
+    return read_rows(data, names, True, answers.numeric_ids, most_rows=len(answers.ids))
 
 
 # ---- DSBench's task files: questions whose data lie beside them ----------------------------------
@@ -1003,6 +1142,7 @@ def load_task(where, stem, prompt, metadata, data_root, texts):
     columns = ", ".join([key.id_column, *key.targets])
     question = f"{text.get('cleaned_prompt') or prompt}\n\nsubmission.csv must have exactly these columns: {columns}."
     files = {"train.csv": train, "test.csv": test}
+    read_answers(key, kind)  # what is wrong with them must show now, not when the first episode is graded
     return Problem(f"{stem}/{task_id}", question, kind=kind, files=files, answer_key=key)
 
 
@@ -1034,7 +1174,8 @@ def csv_head(path):
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
-            return next(reader, []), next(reader, [])
+            names = [name.strip() for name in next(reader, [])]
+            return names, [cell.strip() for cell in next(reader, [])]
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
 

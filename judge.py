@@ -16,9 +16,7 @@ Try the grading:  python -c "import judge; print(judge.grade_math(r'so it is \bo
 
 import csv
 import hashlib
-import io
 import json
-import math
 import random
 import re
 import threading
@@ -27,13 +25,23 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 import agents
-from agents import InputError, after_thinking, boxed, extract_program, missing_files, value_of, write_atomically
+from agents import (
+    InputError,
+    after_thinking,
+    boxed,
+    extract_program,
+    finite_number,
+    missing_files,
+    read_answers,
+    read_submission,
+    value_of,
+    write_atomically,
+)
 from model import load, sample
 
 # ---- What goes in and what comes out -------------------------------------------------------------
@@ -411,47 +419,6 @@ FAIR = dict(accuracy=0.5, f1=0.0, roc_auc=0.5, rmse_range=50.0)  # what a failed
 CEILINGS = {0.0: 2, 0.4: 3, 0.5: 4, 0.6: 6, 0.7: 8, 1.0: 10}
 
 
-def read_rows(data, columns, most_rows=None):
-    """id -> the texts of the other columns, of a CSV's bytes. Raises ValueError, or csv.Error, with what is wrong.
-
-    columns: names, the id's first. A submission has a limit, most_rows, and no columns but these.
-    """
-    reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
-    header = [name.strip() for name in next(reader, [])]
-    is_submission = most_rows is not None
-    fits = sorted(header) == sorted(columns) if is_submission else set(columns) <= set(header)
-    if not fits:
-        shown = ", ".join(header)[:200] or "missing"
-        raise ValueError(f"its columns are {shown}, they should be {', '.join(columns)}")
-    places = [header.index(name) for name in columns]
-    rows = {}
-    for row in reader:
-        if not row:
-            continue
-        if len(row) != len(header):
-            raise ValueError(f"line {reader.line_num} has {len(row)} values, not {len(header)}")
-        row_id, *values = [row[place].strip() for place in places]
-        row_id = re.sub(r"^(-?\d+)\.0+$", r"\1", row_id)  # pandas writes whole ids as 7.0 where one was missing
-        if row_id in rows:
-            raise ValueError(f"the id {row_id[:50]!r} is used twice")
-        rows[row_id] = values
-        if is_submission and len(rows) > most_rows:
-            raise ValueError(f"there are more than {most_rows} rows")
-    return rows
-
-
-def finite_number(text):
-    """The text as a number, true and false as 1 and 0. Raises ValueError where it is no finite number."""
-    words = {"true": 1.0, "false": 0.0}
-    try:
-        value = words[text.lower()] if text.isalpha() else float(text)
-    except (ValueError, KeyError):
-        value = math.nan
-    if not abs(value) < 1e100 or "_" in text:  # Python reads 1_000 as a number, other programs do not
-        raise ValueError(f"{text[:50]!r} is not a finite number")
-    return value
-
-
 def numbers_of(texts):
     """The texts as finite numbers [N] float64. Raises ValueError with the first that is none."""
     return np.array([finite_number(text) for text in texts])
@@ -480,11 +447,13 @@ def f1_scores(truth, predicted):
 def classification_metrics(truth, predicted, are_words=False):
     """accuracy, f1 and, with two classes, roc_auc of one column; both arguments [N], numbers.
 
-    f1 is that of the higher of two classes, or the mean over more. Unless the numbers stand for
-    words, a score or probability may be predicted: above the middle of two classes it means the
-    higher one.
+    f1 is that of the higher of two classes (1 where nothing is it, nor predicted to be), or the mean
+    over more. Unless the numbers stand for words, a score or probability may be predicted: above
+    the middle of two classes it means the higher one.
     """
     classes = np.unique(truth)
+    if not are_words and len(classes) == 1 and classes[0] in (0, 1):
+        classes = np.array([0.0, 1.0])  # yes or no, where the answer happens to be the same for all
     if len(classes) != 2:
         f1 = np.mean(list(f1_scores(truth, predicted).values()))
         return dict(accuracy=np.mean(predicted == truth), f1=f1)
@@ -492,47 +461,21 @@ def classification_metrics(truth, predicted, are_words=False):
     scores = predicted == high if are_words else predicted
     if not are_words and not np.isin(predicted, classes).all():
         predicted = np.where(scores > classes.mean(), high, low)
-    f1 = f1_scores(truth, predicted)[high]
-    return dict(accuracy=np.mean(predicted == truth), f1=f1, roc_auc=roc_auc(truth == high, scores))
+    metrics = dict(accuracy=np.mean(predicted == truth), f1=f1_scores(truth, predicted).get(high, 1.0))
+    if len(np.unique(truth)) == 2:
+        metrics["roc_auc"] = roc_auc(truth == high, scores)
+    return metrics
 
 
 def regression_metrics(truth, predicted):
-    """rmse, mae, and rmse_range, the RMSE in % of the range of the true values, of one column; both arguments [N]."""
+    """rmse, mae, and rmse_range, the RMSE in % of the range of the true values, of one column; both arguments [N].
+
+    Where all true values are the same, and so have no range, its place is taken by their size.
+    """
     rmse = np.sqrt(np.mean((predicted - truth) ** 2))
-    spread = np.ptp(truth)
+    spread = np.ptp(truth) or abs(truth[0]) or 1.0
     mae = np.mean(abs(predicted - truth))
-    return dict(rmse=rmse, mae=mae, rmse_range=100 * rmse / spread if spread else 0.0)
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The truth of a data task."""
-
-    ids: list  # of the test rows
-    columns: list  # for each target the true values [N]: float64 where they are numbers, else text
-
-
-@lru_cache(64)
-def read_answers(answer_key, kind):
-    """The Answers behind an AnswerKey. Raises InputError: what is wrong with them is no agent's fault."""
-    where = f"answers {str(answer_key.answers)[:99]}"
-    try:
-        data = answer_key.answers if isinstance(answer_key.answers, bytes) else answer_key.answers.read_bytes()
-        rows = read_rows(data, [answer_key.id_column, *answer_key.targets])
-        columns = [true_values(texts, kind) for texts in zip(*rows.values(), strict=True)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise InputError(f"{where}: {error}") from None
-    return Answers(list(rows), columns)
-
-
-def true_values(texts, kind):
-    """A column of true values [N]: numbers if all of them are, which those of a regression must be."""
-    try:
-        return numbers_of(texts)
-    except ValueError:
-        if kind == "regression":
-            raise
-        return np.array(texts)
+    return dict(rmse=rmse, mae=mae, rmse_range=100 * rmse / spread)
 
 
 def grade_submission(data, problem):
@@ -541,14 +484,13 @@ def grade_submission(data, problem):
     Metrics are means over the task's targets. Whatever is wrong with it is a reason, never an
     exception.
     """
-    answer_key = problem.answer_key
-    answers = read_answers(answer_key, problem.kind)
+    answers = read_answers(problem.answer_key, problem.kind)
     try:
-        rows = read_rows(data, [answer_key.id_column, *answer_key.targets], most_rows=len(answers.ids))
+        rows = read_submission(data, problem.answer_key, answers)
         check_ids(rows, answers.ids)
         predictions = zip(*[rows[row_id] for row_id in answers.ids], strict=True)  # one tuple of texts a target
         pairs = zip(answers.columns, predictions, strict=True)
-        metrics = [grade_column(truth, texts, problem.kind) for truth, texts in pairs]
+        metrics = [grade_column(np.array(truth), texts, problem.kind) for truth, texts in pairs]
     except (ValueError, csv.Error) as error:
         return invalid_submission(str(error)[:300])
     # a mean over targets only of what all of them have: ROC-AUC needs two classes
@@ -563,7 +505,7 @@ def measures(problem):
     if problem.answer_key is None:
         return []
     columns = read_answers(problem.answer_key, problem.kind).columns
-    two_classes = all(len(np.unique(truth)) == 2 for truth in columns)
+    two_classes = all(len(set(truth)) == 2 for truth in columns)
     return [name for name in METRICS[problem.kind] if name != "roc_auc" or two_classes]
 
 
@@ -571,7 +513,7 @@ def check_ids(rows, ids):
     """Raise ValueError unless the submission has a row for each of the ids, and no others."""
     for difference, what in ((set(ids) - set(rows), "missing"), (set(rows) - set(ids), "not in test.csv")):
         if difference:
-            raise ValueError(f"{len(difference)} ids are {what}, such as {min(difference)[:50]!r}")
+            raise ValueError(f"{len(difference)} ids are {what}, such as {min(map(str, difference))[:50]!r}")
 
 
 def grade_column(truth, texts, kind):
@@ -584,7 +526,10 @@ def grade_column(truth, texts, kind):
         return classification_metrics(truth, numbers_of(texts))
     # NOTE: words become their places in the alphabet. An array of texts would pad them all to the
     # longest one, and an agent may submit a label of any length.
-    places = {word: place for place, word in enumerate(sorted({*truth.tolist(), *texts}))}
+    labels = set(truth.tolist())
+    if not labels & set(texts):
+        raise ValueError(f"no prediction is a label, such as {min(labels)[:50]!r}: {texts[0][:50]!r} is none")
+    places = {word: place for place, word in enumerate(sorted({*labels, *texts}))}
     columns = [np.array([places[word] for word in column]) for column in (truth.tolist(), texts)]
     return classification_metrics(*columns, are_words=True)
 

@@ -233,6 +233,7 @@ def read_config(argv):
 def saved_config(out, given):
     """The config of the run in `out`, with the free options given now; any other one must be as it was."""
     values = read_json(out, "config.json", what="run folder")
+    values.pop("problems_digest", None)  # no option, see write_config()
     known = {field.name for field in fields(Config)}
     require(set(values) == known, f"{out} was written by another version of train.py")
     for name, now in given.items():
@@ -927,15 +928,10 @@ def read_problems(config):
             rollout.complain("train.py", sentence)
     require(config.problems <= len(problems), f"--problems {config.problems}: there are {len(problems)} only")
     for problem in [*problems, *held_out]:
-        size = sum(file_size(data) for data in problem.files.values())
+        size = sum(agents.file_size(data) for data in problem.files.values())
         room = config.sandbox_disk << 19  # half of it is left for what agents write
         require(size < room, f"{problem.id} takes {size >> 20} MiB: --sandbox-disk must be twice that")
     return problems, held_out[: config.eval_problems]
-
-
-def file_size(data):
-    """Bytes of a file that a Problem gives as its content or as its Path."""
-    return len(data) if isinstance(data, bytes) else data.stat().st_size
 
 
 def make_coach(config, device):
@@ -980,12 +976,19 @@ def check_shared_folder(config):
     together(require, everywhere, sentence)
 
 
-def write_config(config):
-    """Make the run folder, with its config.json unless the run goes on."""
+def write_config(config, problems):
+    """Make the run folder and its config.json. A run that goes on must have the same problems as before."""
+    digest_now = agents.fingerprint(problems)
+    if config.resume:
+        was = read_json(config.out, "config.json", what="run folder").get("problems_digest")
+        same = f"{config.out} was started with other problems, or in another order: its problem files have changed"
+        require(was == digest_now, same)
+        return
     try:
         os.makedirs(config.out, exist_ok=True)
-        if rank() == 0 and not config.resume:
-            write_atomically(os.path.join(config.out, "config.json"), json.dumps(asdict(config), indent=1))
+        if rank() == 0:
+            values = asdict(config) | {"problems_digest": digest_now}
+            write_atomically(os.path.join(config.out, "config.json"), json.dumps(values, indent=1))
     except OSError as error:
         raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
 
@@ -1025,7 +1028,7 @@ def run_training(config):
     problems, held_out = together(read_problems, config)
     coach, api = together(make_coach, config, device)
     with together(rollout.open_sandbox, config, pipeline) as sandbox:
-        reference, tokenizer = load_start(config, device)
+        reference, tokenizer = load_start(config, device, [*problems, *held_out])
         policies = make_policies(reference, pipeline, config)
         reference.requires_grad_(False)
         run = Run(config, pipeline, problems, held_out, coach, api, tokenizer, reference, policies, sandbox)
@@ -1042,12 +1045,12 @@ def run_training(config):
     return 0
 
 
-def load_start(config, device):
+def load_start(config, device, problems):
     """(model, tokenizer) that every agent starts from. Makes the run folder, and the embedded model if need be."""
     arguments = (device, compute_dtype(device), config.max_context_tokens + config.max_new_tokens)
     if config.model:
         start = together(load, config.model, *arguments)  # before the folder is made: the model may be missing
-    together(write_config, config)
+    together(write_config, config, problems)
     check_shared_folder(config)
     if not config.model:
         together(write_or_fail, config.out, make_embedded_model, config)

@@ -1,5 +1,6 @@
 """agents.py: what agents see, as exact token ids; the miniatures' problems; which text of a reply is run."""
 
+import json
 import random
 import re
 import subprocess
@@ -251,15 +252,26 @@ GOOD_FILES = [
     ('[{"prompt": "a", "answer": "70"}, {"prompt": "b", "answer": 142.0}]', [("f/1", "70"), ("f/2", "142")]),
     ('{"problem": "a", "answer": 3, "id": "x"}\n\n{"question": "b", "answer": 0.5}\n', [("f/x", "3"), ("f/2", "0.5")]),
     ('[{"prompt": "a", "answer": "\\\\frac{1}{2}", "id": 0}]', [("f/0", "\\frac{1}{2}")]),
+    # as other tools write files: a byte-order mark, CRLF, line separators inside of texts
+    ('\ufeff[{"prompt": "a", "answer": 7}]', [("f/1", "7")]),
+    ('\ufeff{"prompt": "a", "answer": 7}\r\n{"prompt": "b", "answer": 8}\r\n', [("f/1", "7"), ("f/2", "8")]),
+    ('{"prompt": "a", "answer": "7", "note": "\u2028, \u2029, \x85"}', None),
+    # as other data sets write the truth: the final answer is meant
+    ('{"question": "a", "answer": "Tom has 3 eggs.\\nThen he has 7.\\n#### 7"}', [("f/1", "7")]),
+    ('{"question": "a", "answer": "#### 1,234"}', [("f/1", "1,234")]),
+    ('{"question": "a", "answer": "So it is $\\\\boxed{7}$."}', [("f/1", "7")]),
+    ('{"question": "a", "answer": "\\\\boxed{\\\\frac{1}{2}}"}', [("f/1", "\\frac{1}{2}")]),
+    ('{"question": "a", "answer": " **7** "}', [("f/1", "7")]),
+    ('{"question": "a", "answer": -0.0}', [("f/1", "0")]),
 ]
 
 
 @pytest.mark.parametrize("text, expected", GOOD_FILES)
 def test_problem_files(tmp_path, text, expected):
     path = tmp_path / "f.json"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8", newline="")
     problems = agents.load_problems(str(path))
-    assert [(p.id, p.answer) for p in problems] == expected
+    assert [(p.id, p.answer) for p in problems] == (expected or [("f/1", "7")])
     assert [p.question for p in problems] == ["a", "b"][: len(problems)]
     assert all((p.kind, p.files, p.answer_key, p.solution) == ("", {}, None, None) for p in problems)
 
@@ -270,6 +282,17 @@ BROKEN_FILES = [
     ('[{"prompt": "a"}]', "entry 1: a prompt and an answer are needed"),
     ('[{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": true}]', "entry 2: "),
     ('[{"prompt": "a", "answer": ""}]', "entry 1: "),
+    ('[{"prompt": "a", "answer": "  "}]', "entry 1: a prompt and an answer are needed"),
+    ('[{"prompt": " \\n ", "answer": "7"}]', "entry 1: a prompt and an answer are needed"),
+    ('[{"prompt": "a", "answer": NaN}]', "entry 1: a prompt and an answer are needed"),
+    ('[{"prompt": "a", "answer": Infinity}]', "entry 1: a prompt and an answer are needed"),
+    ('[{"prompt": "a", "answer": ["7"]}]', "entry 1: a prompt and an answer are needed"),
+    # truths that no reply could match: accuracy would be 0 without a word
+    ('[{"prompt": "a", "answer": "12 + \\\\frac{1"}]', "entry 1: no reply can box the answer"),
+    ('[{"prompt": "a", "answer": "7}"}]', "entry 1: no reply can box the answer"),
+    ('[{"prompt": "a", "answer": "\\\\boxed{7"}]', "entry 1: no reply can box the answer"),
+    ('[{"prompt": "a", "answer": "#### "}]', "entry 1: no reply can box the answer"),
+    ('[{"prompt": "a", "answer": "' + 99 * "Then. " + '"}]', "entry 1: no reply can box the answer"),
     ("[3]", "entry 1: "),
     ("[]", "holds no problems"),
     (
@@ -287,6 +310,16 @@ def test_broken_problem_files_are_one_sentence(tmp_path, text, message):
         agents.load_problems(str(path))
     assert str(error.value).startswith(str(path))
     assert "\n" not in str(error.value)
+
+
+def test_a_data_set_means_the_same_with_its_explanations_and_without(tmp_path):
+    """Symptom: 0% on GSM8K's own file. Cause: the truth is its whole explanation, which no reply boxes."""
+    truths = {"plain": "7", "gsm8k": "3 + 4 = <<3+4=7>>7\n#### 7", "boxed": "Thus \\boxed{7}.", "bold": "**7**"}
+    for name, answer in truths.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps({"question": "What is 3 + 4?", "answer": answer}))
+        [problem] = agents.load_problems(str(path))
+        assert judge.grade_answer(problem, "It is \\boxed{7}.", None).correct, name
 
 
 def test_missing_problem_file(tmp_path):

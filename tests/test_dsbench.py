@@ -559,6 +559,38 @@ def test_a_regression_of_words_is_a_classification(tmp_path):
     assert problem.answer_key.answers == tmp_path / "w" / "other" / "any.csv"
 
 
+BROKEN_ANSWERS = [
+    ("id,target\n2,0.5\n2,0.6\n", "the id '2' is used twice"),
+    ("id,target\n2,0.5\n3,\n", "a true value is missing"),
+    ("id,target\n2,0.5\n3,0.5,0.5\n", "line 3 has 3 values, not 2"),
+]
+
+
+def answers_folder(tmp_path, answers):
+    """The task file of one regression with these answers."""
+    (tmp_path / "w" / "answers").mkdir(parents=True)
+    (tmp_path / "w" / "train.csv").write_text("id, target\n1, 0.1\n")
+    (tmp_path / "w" / "test.csv").write_text("id\n2\n3\n")
+    (tmp_path / "w" / "answers" / "test_answer.csv").write_text(answers)
+    (tmp_path / "w.json").write_text(task_line("w", "regression", "?", answer_dir="w/answers"))
+    return tmp_path / "w.json"
+
+
+@pytest.mark.parametrize("answers, why", BROKEN_ANSWERS)
+def test_broken_answers_are_refused_when_the_task_is_read(tmp_path, answers, why):
+    """Symptom: the run ends in its first grade, after an hour of sampling. Guard: the loader reads the answers."""
+    with pytest.raises(InputError, match=why):
+        load_problems(answers_folder(tmp_path, answers), DataOptions(str(tmp_path)))
+
+
+def test_headers_with_spaces_are_read(tmp_path):
+    """Symptom: accepted when read, refused when graded. Cause: two readers of one header, and one of them strips it."""
+    path = answers_folder(tmp_path, "id, target\n2, 0.5\n3, 0.7\n")
+    [problem] = load_problems(path, DataOptions(str(tmp_path)))
+    assert problem.kind == "regression"
+    assert judge.grade_submission(b"id,target\n2,0.5\n3,0.7\n", problem).quality == 1
+
+
 @pytest.mark.skipif("MAPPA_DSBENCH" not in os.environ, reason="MAPPA_DSBENCH names no folder with the official files")
 @pytest.mark.parametrize("name, count", [("train", 64), ("eval", 8)])
 def test_the_official_files_are_read(name, count):

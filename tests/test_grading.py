@@ -104,6 +104,62 @@ def test_targets_are_averaged_over_what_all_of_them_have():
     assert grade.metrics == pytest.approx(dict(accuracy=(3 / 4 + 1) / 2, f1=(4 / 5 + 1) / 2))
 
 
+IDS = [  # true ids, submitted ids, are they the same?
+    (["0001", "0002"], ["1", "2"], True),
+    (["1", "2"], ["0001", "0002"], True),
+    (["0.50", "0.75"], ["0.5", "0.750"], True),
+    (["7", "-8"], ["7.0", "-8.00"], True),
+    (["12345678901234567890", "12345678901234567891"], ["12345678901234567890", "12345678901234567891"], True),
+    (["12345678901234567890", "12345678901234567891"], ["12345678901234567890", "12345678901234567892"], False),
+    (["1", "01"], ["1", "01"], True),  # different texts of one number: here texts count
+    (["1", "01"], ["01", "001"], False),
+    (["a1", "2"], ["a1", "02"], False),  # not all true ids are numbers
+    (["1", "2"], ["1", "1.0"], False),  # twice the same
+]
+
+
+@pytest.mark.parametrize("true_ids, said, same", IDS)
+def test_ids_are_compared_as_numbers_where_both_are(true_ids, said, same):
+    """Symptom: pandas reads 0001 as 1: a right submission is invalid. Guard: ids are numbers if all true ones are."""
+    answers = csv_of("id,y", zip(true_ids, (3.0, 4.0), strict=True))
+    problem = Problem("p", "?", kind="regression", answer_key=AnswerKey("id", ("y",), answers))
+    grade = grade_submission(submit([3, 4], said), problem)
+    assert grade.correct is same
+    assert not same or grade.metrics["rmse"] == 0
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.9] * 6, [0, 1] * 6, ["No", "Yes"] * 6, ["n", "y"] * 6])
+def test_labels_that_are_words_are_not_matched_by_anything_else(values):
+    """Symptom: probabilities for yes and no are valid, with an accuracy of 0. Guard: the reason names a label."""
+    grade = grade_submission(submit(values), task("classification", ["no", "yes"] * 6))
+    assert not grade.correct
+    assert "no prediction is a label, such as 'no'" in grade.reason
+
+
+def test_targets_of_which_one_is_never_true():
+    """One-hot targets: a class without an example is all 0, and sure, right probabilities are right in it as well."""
+    truth = [(1, 0, 0), (0, 1, 0)] * 6
+    problem = task("classification", truth, ("a", "b", "c"))
+    sure = [(row_id, *[0.9 if cell else 0.02 for cell in row]) for row_id, row in enumerate(truth, 100)]
+    grade = grade_submission(csv_of("id,a,b,c", sure), problem)
+    assert grade.metrics == dict(accuracy=1.0, f1=1.0)  # no ROC-AUC: c has one class
+    unsure = [(row_id, 1 - a, 1 - b, 0.7) for row_id, a, b, _ in sure]
+    assert grade_submission(csv_of("id,a,b,c", unsure), problem).metrics["accuracy"] == 0
+    constant = task("classification", [0] * 12)
+    assert grade_submission(submit([0.1, 0.4] * 6), constant).metrics == dict(accuracy=1.0, f1=1.0)
+
+
+def test_a_constant_target_is_no_gift():
+    """Symptom: RMSE 95, quality 1. Cause: nothing is divided by a range of 0. Guard: the size of the value is."""
+    constant = task("regression", [5.0] * 12)
+    far = grade_submission(submit([100.0] * 12), constant)
+    assert far.metrics == pytest.approx(dict(rmse=95.0, mae=95.0, rmse_range=1900.0)) and far.quality == 0
+    near = grade_submission(submit([5.5] * 12), constant)
+    assert near.metrics["rmse_range"] == pytest.approx(10.0) and near.quality == pytest.approx(0.8)
+    assert grade_submission(submit([5.0] * 12), constant).quality == 1
+    assert grade_submission(submit([3.0] * 12), task("regression", [0.0] * 12)).quality == 0
+
+
 # ---- Invalid ones ----------------------------------------------------------------------------------------------------
 
 INVALID = [
@@ -147,14 +203,15 @@ def test_hostile_labels_cost_the_host_little(what):
     """
     rows = 20_000
     truth = ["low", "mid", "high", "top"] * (rows // 4)
-    said = {"one long label": [*truth[:-1], "x" * 131_000], "all labels differ": [f"label {i}" for i in range(rows)]}
+    different = ["low", *(f"label {i}" for i in range(1, rows))]
+    said = {"one long label": [*truth[:-1], "x" * 131_000], "all labels differ": different}
     data = submit(said[what], [str(100 + i) for i in range(rows)])
     tracemalloc.start()
     grade = grade_submission(data, task("classification", truth))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100e6
-    assert grade.metrics["accuracy"] == pytest.approx(1 - 1 / rows if what == "one long label" else 0.0)
+    assert grade.metrics["accuracy"] == pytest.approx(1 - 1 / rows if what == "one long label" else 1 / rows)
 
 
 def test_a_workspace_without_a_readable_submission_says_why():
@@ -179,7 +236,10 @@ def test_a_workspace_without_a_readable_submission_says_why():
 @pytest.mark.parametrize(
     "answers, why",
     [
-        (csv_of("id,y", [(1, 1.0), (2, "")]), "is not a finite number"),
+        (csv_of("id,y", [(1, 1.0), (2, "")]), "a true value is missing"),
+        (csv_of("id,y", [(1, 1.0), (2, "low")]), "'low' is not a finite number"),
+        (csv_of("id,y", [(1, 1.0), (2, 2.0, 3.0)]), "line 3 has 3 values, not 2"),
+        (csv_of("id,y", []), "there are no rows"),
         (csv_of("id,z", [(1, 1.0), (2, 2.0)]), "its columns are id, z, they should be id, y"),
         (csv_of("id,y", [(1, 1.0), (1, 2.0)]), "the id '1' is used twice"),
     ],
