@@ -30,6 +30,7 @@ See the prompts:  python -c "import agents; agents.show_prompts('arithmetic')"  
 import atexit
 import csv
 import ctypes
+import datetime
 import fcntl
 import gc
 import glob
@@ -288,12 +289,62 @@ def defuse(text, tokenizer):
     return text
 
 
+def chat_text(tokenizer, messages, date="", **switches):
+    """A conversation in the model's chat template, up to where the next reply starts.
+
+    date: see dated(); switches: options of the template, such as enable_thinking=False for Qwen3,
+    which other templates ignore. Raises InputError where the template refuses the conversation.
+    """
+    from jinja2 import TemplateError
+
+    if messages[0]["role"] == "system" and not takes_system(tokenizer):
+        system, user, *rest = messages
+        messages = [user | {"content": f"{system['content']}\n\n{user['content']}"}, *rest]
+    if date:
+        switches["chat_template"] = dated(tokenizer.get_chat_template(), date)
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switches)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise InputError(f"the model's chat template refuses a conversation of {roles}: {error}") from None
+
+
+def dated(template, date):
+    """A chat template that writes this date (such as 2026-01-31) where it would write today's, as Llama 3's does.
+
+    Without it a run that goes on tomorrow has other prompts.
+    """
+    day = datetime.date.fromisoformat(date)
+    calls = r"""strftime_now\(\s*(['"])(.*?)\1\s*\)"""
+    return re.sub(calls, lambda call: repr(day.strftime(call[2])), template)
+
+
+def takes_system(tokenizer):
+    """Does the chat template show a system message? Some refuse it, and some leave it out without a word."""
+    from jinja2 import TemplateError
+
+    messages = [{"role": "system", "content": "of the system"}, {"role": "user", "content": "of the user"}]
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError:
+        return False
+    return "of the system" in text
+
+
+def turn_end(tokenizer):
+    """The id that the chat template writes behind a reply; None if that is no token of its own."""
+    mark = "<reply>"
+    conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+    text = chat_text(tokenizer, [*conversation, {"role": "user", "content": "?"}])
+    ids = tokenizer(text.partition(mark)[2], add_special_tokens=False)["input_ids"]
+    own = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    return ids[0] if ids and ids[0] in own else None
+
+
 def render(tokenizer, agent, values, **switches):
     """The token ids of an agent's first context: system and user message in the model's chat template.
 
-    values: what fills the agent's prompt, see handed_on().
-    switches: options of the template, such as enable_thinking=False for Qwen3; other templates
-    ignore them.
+    values: what fills the agent's prompt, see handed_on(); switches: see chat_text().
     """
     values = {name: defuse(text, tokenizer) for name, text in values.items()}
     messages = []
@@ -301,8 +352,7 @@ def render(tokenizer, agent, values, **switches):
         messages.append({"role": "system", "content": agent.role.format(**values)})
     # str.format looks at the template alone: braces in the values stay what they are
     messages.append({"role": "user", "content": agent.prompt.format(**values)})
-    options = dict(add_generation_prompt=True, tokenize=True, return_dict=False) | switches
-    ids = tokenizer.apply_chat_template(messages, **options)
+    ids = tokenizer(chat_text(tokenizer, messages, **switches), add_special_tokens=False)["input_ids"]
     # NOTE: templates write the BOS themselves; tokenizing their text afterwards would put a second
     # one in front. (Later ones are in order: SmolLM2's is <|im_start|>, which opens every message.)
     two_bos = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
@@ -323,8 +373,8 @@ def extend(tokenizer, context_ids, ids, observation, **switches):
         {"role": "assistant", "content": mark},
         {"role": "user", "content": defuse(observation, tokenizer)},
     ]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switches)
-    rest = tokenizer(text.split(mark, 1)[1], add_special_tokens=False)["input_ids"]
+    text = chat_text(tokenizer, messages, **switches)
+    rest = tokenizer(text.partition(mark)[2], add_special_tokens=False)["input_ids"]
     # the template ends the reply with a terminator, which the action has already, unless it was
     # truncated
     if rest[0] == ids[-1]:

@@ -1004,8 +1004,9 @@ def retry_after(headers):
 class LocalModel:
     """A Hugging Face folder run by model.py, greedily and in batches, as `ask` of judge_by."""
 
-    def __init__(self, folder, device, dtype, max_new_tokens=1024, rows=16):
+    def __init__(self, folder, device, dtype, max_new_tokens=1024, rows=16, date=""):
         self.model, self.tokenizer = load(folder, device, dtype)
+        self.date = date  # see agents.dated()
         self.max_new_tokens = max_new_tokens
         self.rows = rows  # conversations in one batch
 
@@ -1032,7 +1033,8 @@ class LocalModel:
     def context_of(self, conversation):
         """The token ids of a conversation. Material in it cannot hold special tokens."""
         safe = [message | {"content": agents.defuse(message["content"], self.tokenizer)} for message in conversation]
-        return self.tokenizer.apply_chat_template(safe, add_generation_prompt=True, tokenize=True, return_dict=False)
+        text = agents.chat_text(self.tokenizer, safe, self.date)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def reply_of(self, completion):
         """The text of a completion, or a Failure if the limit cut it off."""

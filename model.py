@@ -35,6 +35,7 @@ import json
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +46,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from agents import InputError, read_json, require
+from agents import InputError, read_json, require, turn_end
 
 # attention by kernels that do not plan by shape: cuDNN's plans take 0.2 s and more for each new one
 torch.backends.cuda.enable_cudnn_sdp(False)
@@ -87,6 +88,12 @@ def model_config(hf_config):
     rope = rope_settings(hf_config)
     unsupported = ", ".join(unsupported_options(hf_config, rope))
     require(not unsupported, f"this {kind} model uses {unsupported}, which model.py does not implement")
+
+    # the sizes without which there is no model
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for name in needed:
+        size = hf_config.get(name)
+        require(isinstance(size, int) and size > 0, f"config.json: {name} must be a number over 0, not {size}")
 
     # our names for the fields, with the defaults of transformers for those that may be absent
     sizes = {name: hf_config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
@@ -615,6 +622,8 @@ def load(path, device="cpu", dtype=torch.float32, positions=0):
     # tokenizer and stop ids
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = tokenizer.chat_template or PLAIN_CHAT
+    last_id, rows = max(tokenizer.get_vocab().values()), hf_config["vocab_size"]
+    require(last_id < rows, f"{path}: its tokenizer has ids up to {last_id}, its embedding has {rows} rows")
     stop_ids = read_stop_ids(folder, hf_config, tokenizer)
 
     # skeleton: the modules without memory for their weights
@@ -658,19 +667,35 @@ def download(name):
 
 
 def read_stop_ids(folder, hf_config, tokenizer):
-    """Return the ids that end a completion: those of generation_config.json, else config.json, and the tokenizer's."""
+    """Return the ids that end a completion: those of generation_config.json, else config.json, and the tokenizer's.
+
+    And the one with which the chat template ends a reply: a model that was tuned on it writes nothing
+    else, and the files of some say otherwise.
+    """
     generation = read_json(folder, "generation_config.json", default={})
     named = generation.get("eos_token_id", hf_config.get("eos_token_id"))  # an id, a list or None
     named = named if isinstance(named, list) else [named]
     stop_ids = {*named, tokenizer.eos_token_id} - {None}
     require(stop_ids, f"{folder} names no end-of-sequence token")
+    end = turn_end(tokenizer)
+    if end is not None and end not in stop_ids:
+        token = tokenizer.convert_ids_to_tokens(end)
+        print(
+            f"{folder}: replies end with {token} in its chat template, so that stops a completion too", file=sys.stderr
+        )
+        stop_ids.add(end)
     return stop_ids
 
 
 def read_weights(folder):
-    """Return {name: tensor} of a folder's safetensors, from one file or from several with an index."""
-    index = read_json(folder, "model.safetensors.index.json", default={})
-    names = set(index["weight_map"].values()) if index else {"model.safetensors"}
+    """Return {name: tensor} of a folder's safetensors, from one file or from several with an index.
+
+    As transformers does it: an index beside model.safetensors is left over from another save.
+    """
+    names = {"model.safetensors"}
+    if not os.path.exists(os.path.join(folder, "model.safetensors")):
+        index = read_json(folder, "model.safetensors.index.json", default={})
+        names = set(index["weight_map"].values()) if index else names
     weights = {}
     for name in sorted(names):
         path = os.path.join(folder, name)
@@ -690,8 +715,10 @@ def match_weights(model, weights, folder):
     """
     # two things that some files hold although they follow from the rest
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
-    if model.config.tied:
-        weights.pop("lm_head.weight", None)
+    if model.config.tied and "lm_head.weight" in weights:
+        head, embedding = weights.pop("lm_head.weight"), weights.get("model.embed_tokens.weight")
+        same = embedding is None or torch.equal(head, embedding)
+        require(same, f"{folder}: its config ties the output head to the embedding, but the stored head is another one")
 
     # every parameter has its tensor
     state = {}

@@ -93,10 +93,14 @@ class Sampling:
     max_context_tokens: int = 512
     rows: int = 256  # contexts in one batch
     thinking: str = "default"  # on, off, or as the chat template has it
+    date: str = ""  # that a chat template may write, such as 2026-01-31; empty: today's
 
     def switches(self):
-        """The options of the chat template that the thinking mode stands for."""
-        return {} if self.thinking == "default" else {"enable_thinking": self.thinking == "on"}
+        """The options of the chat template that these settings stand for."""
+        switches = {"date": self.date}
+        if self.thinking != "default":
+            switches["enable_thinking"] = self.thinking == "on"
+        return switches
 
 
 def uniforms(stream, problem_id, sample_index, agent, turn, count):

@@ -30,6 +30,7 @@ the paper, see README.
 import argparse
 import contextlib
 import copy
+import datetime
 import inspect
 import json
 import math
@@ -105,6 +106,7 @@ class Config:
     samples: int = 2  # episodes for each of them
     temperature: float = 1.0  # of sampling, and so of scoring
     thinking: Literal["default", "on", "off"] = "default"  # where the chat template has such a switch (Qwen3)
+    date: str = ""  # the date that some chat templates write (Llama 3), such as 2026-01-31; empty: the day of the start
     max_new_tokens: int = 24  # generation limit of one action
     max_context_tokens: int = 512  # an episode ends early if an agent's context gets longer
 
@@ -224,6 +226,7 @@ def read_config(argv):
     pipelines = ", ".join(agents.PIPELINES)
     require(config.pipeline in agents.PIPELINES, f"there is no pipeline {config.pipeline!r}; known are {pipelines}")
     config.out = config.out or os.path.join("runs", config.pipeline)
+    config.date = config.date or str(datetime.date.today())
     if config.resume:
         config = saved_config(config.out, given)
     check_config(config)
@@ -257,6 +260,7 @@ def check_config(config):
     pipeline, name = agents.PIPELINES[config.pipeline], config.pipeline
     require(config.model or pipeline.pieces, f"the {name} pipeline needs a model: give --model FOLDER_OR_ID")
     require(config.train or pipeline.problems, f"the {name} pipeline needs problems: give --train FILE")
+    require(is_date(config.date), f"--date must be a day such as 2026-01-31, not {config.date}")
     compares = config.samples > 1 or config.advantage == "reinforce++"
     require(compares, f"--advantage {config.advantage} compares samples of a problem: give --samples 2 or more")
 
@@ -267,6 +271,13 @@ def check_config(config):
     complete = config.judge_url and config.judge_model
     require(config.judge != "api" or complete, "--judge api needs --judge-url and --judge-model")
     require(config.judge != "local" or config.judge_model, "--judge local needs --judge-model FOLDER_OR_ID")
+
+
+def is_date(text):
+    """Is this a day, written as 2026-01-31?"""
+    with contextlib.suppress(ValueError):
+        return str(datetime.date.fromisoformat(text)) == text
+    return False
 
 
 # ---- Processes -----------------------------------------------------------------------------------
@@ -939,7 +950,8 @@ def make_coach(config, device):
     if config.judge == "rules":
         return rules, None
     if config.judge == "local":
-        model = LocalModel(config.judge_model, device, compute_dtype(device), config.judge_max_tokens)
+        dtype = compute_dtype(device)
+        model = LocalModel(config.judge_model, device, dtype, config.judge_max_tokens, date=config.date)
         return partial(judge_by, model), None
     key = config.judge_key_env
     require(not key or os.environ.get(key), f"the environment variable {key}, which --judge-key-env names, is empty")
@@ -1208,7 +1220,7 @@ def problems_of_step(problems, step, count, seed):
 
 def make_sampling(c, stream):
     """How to sample in training, by the Config c; evaluations replace the temperature."""
-    return Sampling(stream, c.temperature, c.max_new_tokens, c.max_context_tokens, c.sample_rows, c.thinking)
+    return Sampling(stream, c.temperature, c.max_new_tokens, c.max_context_tokens, c.sample_rows, c.thinking, c.date)
 
 
 def stop_if_coach_fails(run, records, step):

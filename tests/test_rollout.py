@@ -114,14 +114,17 @@ def test_thoughts_are_no_answers_where_the_template_opens_the_thinking(play):
     assert episode.grade.answer == "19"
 
 
-def test_the_thinking_switch_reaches_the_template(monkeypatch):
+def test_the_thinking_switch_and_the_date_reach_the_template(monkeypatch):
     """Qwen3 thinks unless it is told not to; templates without such a switch are given none."""
     seen = []
     monkeypatch.setattr(rollout, "render", lambda *_, **switches: seen.append(switches))
     for thinking in ("default", "off", "on"):
         episode = rollout.Episode(0, PROBLEM, 0)
-        rollout.next_context(ARITHMETIC.agents[0], episode, 0, None, Sampling(("t",), thinking=thinking))
-    assert seen == [{}, {"enable_thinking": False}, {"enable_thinking": True}]
+        rollout.next_context(
+            ARITHMETIC.agents[0], episode, 0, None, Sampling(("t",), thinking=thinking, date="2026-01-31")
+        )
+    day = {"date": "2026-01-31"}
+    assert seen == [day, day | {"enable_thinking": False}, day | {"enable_thinking": True}]
 
 
 def test_a_context_over_the_limit_ends_the_episode_and_says_so(play):

@@ -1,8 +1,10 @@
 """train.py: advantages, loss, optimizer and schedule against numbers worked by hand, and what must not change them."""
 
+import datetime
 import json
 import math
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -473,7 +475,9 @@ def test_options_go_over_presets_and_these_over_defaults():
 
     assert ARITHMETIC.name not in train.PRESETS
     out = os.path.join("runs", "arithmetic")
-    assert train.read_config([]) == Config(preset="arithmetic", pipeline="arithmetic", out=out)
+    plain = train.read_config(["--date", "2026-01-31"])
+    assert plain == Config(preset="arithmetic", pipeline="arithmetic", out=out, date="2026-01-31")
+    assert train.read_config([]) == replace(plain, date=str(datetime.date.today()))
 
     config = train.read_config(["--pipeline", "tables", "--lr", "1"])
     assert (config.preset, config.pipeline, config.lr) == ("tables", "tables", 1.0)
