@@ -19,12 +19,19 @@ import hashlib
 import json
 import random
 import re
+import sys
 import threading
 import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from fractions import Fraction
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -872,7 +879,7 @@ class ApiModel:
     (Retry-After is honoured), until the deadline.
     """
 
-    url: str
+    url: str  # such as http://localhost:8000/v1
     name: str
     key: str  # never written anywhere
     cache: str = ""  # folder for replies, by the digest of the request; empty: none
@@ -884,10 +891,9 @@ class ApiModel:
     deadline: float = 180.0  # seconds after the first try
 
     def __post_init__(self):
-        from huggingface_hub import InferenceClient
-
-        self.client = InferenceClient(base_url=self.url, api_key=self.key or "none", timeout=self.timeout)
-        self.budget = dict(calls=self.calls, tokens=self.tokens)
+        self.address = chat_address(self.url)
+        self.parameters = dict(temperature=0, max_tokens=self.max_tokens)  # see adapt()
+        # what calls have taken: since the start, for the budget; and since take_usage(), for the metrics
         self.spent, self.usage = Counter(), Usage()
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(self.concurrency)
@@ -895,18 +901,21 @@ class ApiModel:
     def __call__(self, conversations):
         return list(self.pool.map(self.ask, conversations))
 
-    def ask(self, messages, fresh=False):
-        """The reply to one conversation, from the cache if it is there (and fresh is not asked for), or a Failure."""
-        request = dict(model=self.name, messages=messages, temperature=0, max_tokens=self.max_tokens)
+    def request(self, messages):
+        """The body of a request."""
+        return dict(model=self.name, messages=messages) | self.parameters
+
+    def ask(self, messages):
+        """The reply to one conversation, from the cache if it is there, or a Failure."""
+        request = self.request(messages)
         path = self.cache_file(request)
-        use_cache = path is not None and not fresh
-        if use_cache and path.exists():
+        if path is not None and path.exists():
             self.count(hits=1)
-            return json.loads(path.read_text())["reply"]
+            return json.loads(path.read_text(encoding="utf-8"))["reply"]
         reply = self.call_until_deadline(request)
         if isinstance(reply, Failure):
             self.count(failures=1)
-        elif use_cache:
+        elif path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(dict(request=request, reply=reply)))
         return reply
@@ -939,35 +948,53 @@ class ApiModel:
     def take_from_budget(self):
         """Count one call in; False if there is no budget for it."""
         with self.lock:
-            if any(limit and self.spent[name] >= limit for name, limit in self.budget.items()):
+            out_of_calls = self.calls and self.spent["calls"] >= self.calls
+            out_of_tokens = self.tokens and self.spent["tokens"] >= self.tokens
+            if out_of_calls or out_of_tokens:
                 return False
             self.spent["calls"] += 1
             return True
 
     def call(self, request):
         """One call: the reply, or a Failure that lasts. Raises PassingTrouble."""
-        from huggingface_hub.errors import HfHubHTTPError
-
         started = time.monotonic()
         try:
-            answer = self.client.chat_completion(**request)
-            choice = answer.choices[0]
-            text, ending = choice.message.content, choice.finish_reason
-            tokens = getattr(answer.usage, "total_tokens", 0) or 0
-        except HfHubHTTPError as error:
-            status = error.response.status_code
-            why = f"the coach answers with status {status}"
-            if status != 429 and status < 500:
-                return Failure("refused", why)
-            raise PassingTrouble(why, retry_after(error.response.headers)) from None
+            answer = post(self.address, request, self.key, self.timeout)
+        except (OSError, HTTPException) as error:
+            cause = getattr(error, "reason", error)  # urllib wraps some
+            raise PassingTrouble(f"the connection failed ({type(cause).__name__})", 0.0) from None
+        if answer.status != 200:
+            why = f"the coach answers with status {answer.status}: {self.said(answer.body)}"
+            if answer.status == 429 or answer.status >= 500:
+                raise PassingTrouble(why, retry_after(answer.headers))
+            return Failure("refused", why)
+        try:
+            content = json.loads(answer.body)
+            choice = content["choices"][0]
+            text, ending = text_of_parts(choice["message"]["content"]), choice.get("finish_reason")
+            tokens = int((content.get("usage") or {}).get("total_tokens") or 0)
         except (ValueError, TypeError, LookupError, AttributeError):
-            return Failure("reply", "this is no chat completion")
-        except Exception as error:  # of many HTTP libraries
-            raise PassingTrouble(f"the connection failed ({type(error).__name__})", 0.0) from None
+            return Failure("reply", f"this is no chat completion: {self.said(answer.body)}")
         self.count(calls=1, tokens=tokens, seconds=time.monotonic() - started)
-        if not isinstance(text, str) or ending == "length":
-            return Failure("reply", "no text, or cut off by the limit")
+        if ending == "length":
+            return Failure("reply", f"cut off by the limit of {self.max_tokens} tokens (--judge-max-tokens)")
+        if not text.strip():
+            return Failure("reply", "there is no text in it")
         return text
+
+    def said(self, body):
+        """What a server says in the body of an error, in a line, without the key."""
+        text = body.decode("utf-8", "replace")
+        with suppress(ValueError):
+            content = json.loads(text)
+            content = content[0] if isinstance(content, list) and content else content
+            for name in ("error", "message", "detail"):
+                if isinstance(content, dict):
+                    content = content.get(name, content)
+            text = content if isinstance(content, str) else text
+        if self.key:
+            text = text.replace(self.key, "(the key)")
+        return " ".join(text.split())[:300] or "nothing more"
 
     def count(self, seconds=None, **counts):
         with self.lock:
@@ -984,18 +1011,107 @@ class ApiModel:
         return taken
 
     def probe(self):
-        """Raise InputError unless the endpoint answers one small question, before anything slow has started."""
-        reply = self.ask([{"role": "user", "content": "Say: ready."}], fresh=True)
-        if isinstance(reply, Failure) and reply.kind != "reply":
-            raise InputError(f"no coach at {self.url}: {reply.detail}")
+        """Have one small case judged, as those of a run will be, before anything slow has started.
+
+        Adapts the parameters to what the model takes. Raises InputError unless there is a verdict.
+        """
+        [verdict] = judge_by(lambda conversations: [self.ask_adapting(c) for c in conversations], [example_case()])
+        if isinstance(verdict, Failure):
+            raise InputError(f"no coach at {self.url}: {verdict.detail} (asked at {self.address})")
+
+    def ask_adapting(self, messages):
+        """As ask(), without the cache; parameters that the model refuses are changed."""
+        while True:
+            reply = self.call_until_deadline(self.request(messages))
+            refused = isinstance(reply, Failure) and reply.kind == "refused"
+            if not (refused and self.adapt(reply.detail)):
+                return reply
+
+    def adapt(self, said):
+        """Change a parameter that these words of the server refuse; False if there is none.
+
+        Models that think want max_completion_tokens in place of max_tokens, and some sample at their
+        own temperature only.
+        """
+        if "max_tokens" in self.parameters and "max_completion_tokens" in said:
+            self.parameters["max_completion_tokens"] = self.parameters.pop("max_tokens")
+        elif "temperature" in self.parameters and "temperature" in said:
+            del self.parameters["temperature"]
+        else:
+            return False
+        print(f"the coach {self.name} is asked with {', '.join(self.parameters)}: {said}", file=sys.stderr)
+        return True
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    status: int
+    headers: object  # name -> value
+    body: bytes
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Redirects are errors: the key must not follow them, and a POST would become a GET."""
+
+    def redirect_request(self, *_):
+        return None
+
+
+def chat_address(url):
+    """Where chat completions are asked for: the address as it is given; /v1 where it names a host alone.
+
+    >>> chat_address("http://localhost:8000/v1/"), chat_address("https://host/v1beta/openai"), chat_address("http://host")
+    ('http://localhost:8000/v1/chat/completions', 'https://host/v1beta/openai/chat/completions', 'http://host/v1/chat/completions')
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise InputError(f"{url} is no address of a coach: it should be like http://localhost:8000/v1")
+    path = parts.path.rstrip("/") or "/v1"
+    if not path.endswith("/chat/completions"):
+        path += "/chat/completions"
+    return urllib.parse.urlunsplit(parts._replace(path=path))
+
+
+def post(address, request, key, timeout):
+    """POST a JSON object; the HttpAnswer, whatever its status. Raises OSError or HTTPException."""
+    headers = {"Content-Type": "application/json", "User-Agent": "mappa"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    message = urllib.request.Request(address, json.dumps(request).encode(), headers)
+    try:
+        with urllib.request.build_opener(NoRedirect).open(message, timeout=timeout) as answer:
+            return HttpAnswer(answer.status, answer.headers, answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return HttpAnswer(error.code, error.headers, error.read())
+
+
+def text_of_parts(content):
+    """The text of a message, which some servers give in parts, thinking among them.
+
+    >>> text_of_parts([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "SCORE: 7"}])
+    'SCORE: 7'
+    """
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part.get("type") in ("text", "output_text"))
+    return content or ""
 
 
 def retry_after(headers):
-    """Seconds that a Retry-After header asks for; 0 if there is none that is a number."""
-    try:
-        return max(0.0, min(float(headers.get("retry-after", 0)), 600.0))
-    except ValueError:
-        return 0.0
+    """Seconds that a Retry-After header asks for, as a number or as a date; 0 if there is none."""
+    value = headers.get("retry-after", "")
+    with suppress(ValueError, TypeError):
+        if not re.fullmatch(r"[\d.]+", value.strip()):
+            value = parsedate_to_datetime(value).timestamp() - time.time()
+        return max(0.0, min(float(value), 600.0))
+    return 0.0
+
+
+def example_case():
+    """A small case for the probe."""
+    problem = agents.Problem("probe", "What is 3 + 4?", "7")
+    handed = agents.handed_on(agents.MATHCHAT, problem, [])
+    return Case(agents.MATHCHAT, problem, agents.MATHCHAT.agents[0], handed, "3 + 4 = 7, so it is 7.", None, "")
 
 
 # ---- A coach run here ----------------------------------------------------------------------------

@@ -226,7 +226,6 @@ def read_config(argv):
     pipelines = ", ".join(agents.PIPELINES)
     require(config.pipeline in agents.PIPELINES, f"there is no pipeline {config.pipeline!r}; known are {pipelines}")
     config.out = config.out or os.path.join("runs", config.pipeline)
-    config.date = config.date or str(datetime.date.today())
     if config.resume:
         config = saved_config(config.out, given)
     check_config(config)
@@ -236,7 +235,7 @@ def read_config(argv):
 def saved_config(out, given):
     """The config of the run in `out`, with the free options given now; any other one must be as it was."""
     values = read_json(out, "config.json", what="run folder")
-    values.pop("problems_digest", None)  # no option, see write_config()
+    values.pop("problems_digest", None)  # no option, see check_same_problems()
     known = {field.name for field in fields(Config)}
     require(set(values) == known, f"{out} was written by another version of train.py")
     for name, now in given.items():
@@ -260,7 +259,8 @@ def check_config(config):
     pipeline, name = agents.PIPELINES[config.pipeline], config.pipeline
     require(config.model or pipeline.pieces, f"the {name} pipeline needs a model: give --model FOLDER_OR_ID")
     require(config.train or pipeline.problems, f"the {name} pipeline needs problems: give --train FILE")
-    require(is_date(config.date), f"--date must be a day such as 2026-01-31, not {config.date}")
+    dated = config.date == "" or is_date(config.date)
+    require(dated, f"--date must be a day such as 2026-01-31, not {config.date}")
     compares = config.samples > 1 or config.advantage == "reinforce++"
     require(compares, f"--advantage {config.advantage} compares samples of a problem: give --samples 2 or more")
 
@@ -946,7 +946,7 @@ def read_problems(config):
 
 
 def make_coach(config, device):
-    """(coach: Cases -> verdicts, the ApiModel behind it or None). An API is asked one question first."""
+    """(coach: Cases -> verdicts, the ApiModel behind it or None). An API first judges a small case."""
     if config.judge == "rules":
         return rules, None
     if config.judge == "local":
@@ -967,8 +967,7 @@ def make_coach(config, device):
         timeout=config.judge_deadline / 2,
         deadline=config.judge_deadline,
     )
-    if rank() == 0:
-        api.probe()
+    api.probe()
     return partial(judge_by, api), api
 
 
@@ -988,18 +987,20 @@ def check_shared_folder(config):
     together(require, everywhere, sentence)
 
 
-def write_config(config, problems):
-    """Make the run folder and its config.json. A run that goes on must have the same problems as before."""
-    digest_now = agents.fingerprint(problems)
+def check_same_problems(config, problems):
+    """Raise InputError if a run that goes on has other problems than it started with."""
     if config.resume:
-        was = read_json(config.out, "config.json", what="run folder").get("problems_digest")
-        same = f"{config.out} was started with other problems, or in another order: its problem files have changed"
-        require(was == digest_now, same)
-        return
+        started_with = read_json(config.out, "config.json", what="run folder").get("problems_digest")
+        changed = f"{config.out} was started with other problems, or in another order: its problem files have changed"
+        require(agents.fingerprint(problems) == started_with, changed)
+
+
+def write_config(config, problems):
+    """Make the run folder, with its config.json unless the run goes on."""
     try:
         os.makedirs(config.out, exist_ok=True)
-        if rank() == 0:
-            values = asdict(config) | {"problems_digest": digest_now}
+        if rank() == 0 and not config.resume:
+            values = asdict(config) | {"problems_digest": agents.fingerprint(problems)}
             write_atomically(os.path.join(config.out, "config.json"), json.dumps(values, indent=1))
     except OSError as error:
         raise InputError(f"the run folder {config.out} cannot be written: {error}") from None
@@ -1035,9 +1036,12 @@ def run_training(config):
     """Run the whole training that a Config describes. Returns 0, or 130 if it was interrupted (and saved)."""
     check_run_folder(config)  # before the processes meet: none of them can have written into the folder yet
     rollout.start_processes(config.collective_timeout or time_limit(config))
+    today = gather([str(datetime.date.today())])[0]
+    config = replace(config, date=config.date or today)
     device = together(rollout.choose_device, config.device)
     pipeline = agents.PIPELINES[config.pipeline]
     problems, held_out = together(read_problems, config)
+    together(check_same_problems, config, [*problems, *held_out])
     coach, api = together(make_coach, config, device)
     with together(rollout.open_sandbox, config, pipeline) as sandbox:
         reference, tokenizer = load_start(config, device, [*problems, *held_out])

@@ -62,10 +62,11 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """An entry of a script: answer with this HTTP status and these headers."""
+    """An entry of a script: answer with this HTTP status, these headers and this body (a good reply if it has none)."""
 
     code: int
     headers: dict = field(default_factory=dict)
+    body: object = None  # is sent as JSON
 
 
 OK = Status(200)
@@ -83,7 +84,8 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Scripted)
         self.script = []
         self.seen = []  # a Request for each request, in order of arrival
-        self.answer = lambda messages: "SCORE: 7"  # behind the script: messages -> the text of a reply
+        self.answer = lambda messages: "SCORE: 7"  # behind the script: messages -> an entry
+        self.respond = None  # in place of both: Request -> an entry
         self.released = threading.Event()  # ends what hangs
         self.lock = threading.Lock()  # requests come in threads of their own
 
@@ -91,6 +93,8 @@ class Endpoint(ThreadingHTTPServer):
         """Note a request, and find out how to answer it."""
         with self.lock:
             self.seen.append(request)
+            if self.respond:
+                return self.respond(request)
             if self.script:
                 return self.script.pop(0)
         return self.answer(request.body["messages"])
@@ -138,8 +142,9 @@ class Scripted(BaseHTTPRequestHandler):
         self.send(b'{"choices": []}')
 
     def send_status(self, status):
-        """The body is a good reply all the same: who overlooks the status takes it for one."""
-        self.send(completion("SCORE: 1"), status)
+        """Without a body of its own it has a good reply all the same: who overlooks the status takes it for one."""
+        body = completion("SCORE: 1") if status.body is None else json.dumps(status.body).encode()
+        self.send(body, status)
 
     def send(self, body, status=OK, length=None):
         """Send a body. length: the one that the header claims, where it is not the true one."""

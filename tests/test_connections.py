@@ -255,7 +255,7 @@ def test_rope_scaling_under_its_older_key(name, tmp_path):
     Cause: older files name the kind of scaling "type", and a reader that knows "rope_type" alone takes it for none.
     Guard: a file as older versions wrote it gives the logits of transformers.
     """
-    sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    sizes = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
     sizes |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128)
     scaling = dict(rope_type=name) | OLD_SCALINGS[name]
     config = transformers.LlamaConfig(**sizes, rope_theta=1000.0, rope_scaling=scaling, tie_word_embeddings=True)
@@ -271,8 +271,8 @@ def test_rope_scaling_under_its_older_key(name, tmp_path):
     written |= dict(rope_theta=1000.0, rope_scaling=dict(type=name) | OLD_SCALINGS[name])
     (tmp_path / "config.json").write_text(json.dumps(written))
     ours, _ = model.load(str(tmp_path))
-    ours.n_tokens = 97
-    ids = torch.randint(0, 97, (2, 100))
+    ours.n_tokens = 128
+    ids = torch.randint(0, 128, (2, 100))
     with torch.no_grad():
         found = ours.logits(ours(ids, torch.arange(100).expand_as(ids)))
         assert (found - theirs(ids).logits).abs().max() < 1e-3

@@ -522,3 +522,36 @@ def test_tables_leave_nothing_behind_after_ctrl_c(tmp_path):
         assert episode["kind"] in ("regression", "classification") and episode["answer"] is None
         assert episode["correct"] == (episode["reason"] == "") == (episode["metrics"] != {})
     assert list((tmp_path / "tmp").glob("workspace-*")) == [] and sandboxes(code) == set()
+
+
+def test_a_run_does_not_go_on_with_other_problems(tmp_path, base, capfd):
+    """Symptom: a run that goes on trains on other problems in silence, for its file was edited under the old name.
+
+    Guard: config.json has a digest of all problems in their order; --resume compares it, and rows moved are enough.
+    """
+    rows = [{"prompt": f"What is {i}+1?", "answer": i + 1} for i in range(6)]
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(rows))
+    out = str(tmp_path / "run")
+    options = [
+        "--pipeline",
+        "arithmetic",
+        "--model",
+        str(base),
+        "--train",
+        str(path),
+        "--problems",
+        "2",
+        "--steps",
+        "1",
+    ]
+    options += ["--train-batch", "4", "--eval-problems", "0", "--judge", "local", "--judge-model", str(base)]
+    options += ["--judge-max-tokens", "4", "--max-failures", "1", "--sandbox-timeout", "5"]
+    assert train.main(["--out", out, *options]) == 0
+    assert len(json.loads(Path(out, "config.json").read_text())["problems_digest"]) == 64
+    for changed in (rows[::-1], [*rows, {"prompt": "?", "answer": 1}], [*rows[:-1], rows[-1] | {"answer": 99}]):
+        path.write_text(json.dumps(changed))
+        assert train.main(["--out", out, "--resume"]) == 2
+        assert "was started with other problems" in capfd.readouterr().err
+    path.write_text(json.dumps(rows))
+    assert train.main(["--out", out, "--resume"]) == 0

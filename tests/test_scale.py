@@ -228,14 +228,14 @@ def test_a_signal_in_a_long_step_saves_the_step_before_at_once(endpoint, out, tm
     quick = endpoint.answer
 
     def answer(messages):
-        if len(endpoint.seen) > calls + 1:  # and the probe
+        if len(endpoint.seen) > calls + 2:  # and the two probes
             endpoint.released.wait(120)
         return quick(messages)
 
     endpoint.answer = answer
     command = [sys.executable, *TORCHRUN, "train.py", "--out", str(out), *options]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), stderr=subprocess.PIPE, text=True)
-    while len(endpoint.seen) <= calls + 2:
+    while len(endpoint.seen) <= calls + 3:
         assert process.poll() is None, process.stderr.read()[-2000:]
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)

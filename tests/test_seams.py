@@ -3,12 +3,12 @@
 import json
 import math
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import Status
 from test_judge import QUESTION, api
 
 import agents
@@ -306,11 +306,9 @@ def test_a_reply_that_the_limit_cut_off_is_no_reply(base, endpoint, monkeypatch)
     Guard: what did not end by itself is a Failure, from an API and from a local model.
     """
     coach = api(endpoint)
-    message = SimpleNamespace(content="SCORE: 1")
     for ending, is_failure in (("stop", False), ("length", True)):
-        choices = [SimpleNamespace(message=message, finish_reason=ending)]
-        answer = SimpleNamespace(choices=choices, usage=None)
-        monkeypatch.setattr(coach.client, "chat_completion", lambda answer=answer, **request: answer)
+        body = {"choices": [{"message": {"content": "SCORE: 1"}, "finish_reason": ending}]}
+        endpoint.script = [Status(200, body=body)]
         assert isinstance(coach.ask(QUESTION), Failure) == is_failure
     local = judge.LocalModel(str(base), "cpu", torch.float32)
     ids = local.tokenizer("1+2")["input_ids"]
