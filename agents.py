@@ -396,8 +396,8 @@ You are the Problem Solver. Derive the solution step by step, name the facts tha
 that you reached. You cannot run programs."""
 MATH_CODER = """\
 You are the Code Executor. Write one Python program, in a ```python block, that computes or checks the answer \
-independently of the Problem Solver's reasoning, and print what matters. It runs for at most 30 seconds, without a \
-network. If it fails, you see the error and may write it once more."""
+independently of the Problem Solver's reasoning, and print what matters. It runs for at most 30 seconds, without \
+network, sockets and pools of processes (threads work). If it fails, you see the error and may write it once more."""
 MATH_VERIFIER = """\
 You are the Verifier. Compare what the Code Executor wrote with what its program printed, decide what the answer is, \
 and put it alone into \\boxed{{}} at the end of your reply."""
@@ -427,10 +427,10 @@ train.csv and test.csv into features, the Modeler fits a model to them, and the 
 submission.csv. The team succeeds only if that is valid: one row for each row of test.csv, with the columns that the \
 task names; and the closer its predictions are to the hidden truth, the better. Files stay in the folder; apart from \
 them only an agent's last message, without its thinking, reaches the next one.
-To act, write one Python program in a ```python block. It runs in the folder for at most 60 seconds, without a \
-network. You then see what it printed and which files are there, and may act again, four times in all, until your \
-program succeeds and the files asked of you are there. Whatever you write, thinking included, is cut off after \
-{{max_new_tokens}} tokens. Libraries: {LIBRARIES}.
+To act, write one Python program in a ```python block. It runs in the folder for at most 60 seconds, without \
+network, sockets and pools of processes (threads and n_jobs work). You then see what it printed and which files are \
+there, and may act again, four times in all, until your program succeeds and the files asked of you are there. \
+Whatever you write, thinking included, is cut off after {{max_new_tokens}} tokens. Libraries: {LIBRARIES}.
 
 """
 ENGINEER = """\

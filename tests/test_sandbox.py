@@ -207,6 +207,25 @@ def workspace(sandbox):
     assert not os.path.exists(path) and path not in sandbox.workspaces
 
 
+# ---- What prompts promise --------------------------------------------------------------------------------------------
+
+REFUSED_BY_DESIGN = {
+    "sockets": "import socket\nsocket.socket()",
+    "pools of processes": "import multiprocessing\nmultiprocessing.Pool(2)",
+    "network": "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9')",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_BY_DESIGN)
+def test_what_is_refused_by_design_is_said_in_the_prompt(sandbox, workspace, what):
+    """Symptom: an agent's Pool fails with "Permission denied", and it tries again. Guard: its prompt says so before."""
+    for agent in [*agents.MATHCHAT.agents, *agents.DSBENCH.agents]:
+        assert not agent.uses_tools or what in agent.role
+    assert sandbox.run(REFUSED_BY_DESIGN[what], workspace).status == "error"
+    threads = "from concurrent.futures import ThreadPoolExecutor\nprint(sum(ThreadPoolExecutor(2).map(abs, [1, -2])))"
+    assert sandbox.run(threads, workspace).output == "3\n"
+
+
 # ---- Attacks in tables -----------------------------------------------------------------------------------------------
 
 # The names in braces are those of Host.names.
