@@ -233,6 +233,8 @@ def close(parts, closing):
     items = parts[-1].items
     if part.opening in STYLES:
         items += part.items
+    elif part.opening == "{" and is_other_command(items):
+        items.append(f"{{{written([simplified(part.items)])}}}")  # its argument: \overline{AB}C is not \overline{ABC}
     elif part.opening == "{":
         items.append(simplified(part.items))
     else:
@@ -282,6 +284,11 @@ def finish_command(items):
             items[-1] = Computed(Fraction(10) ** int(argument))
         else:
             items.append(f"{command}{{{written([argument])}}}")
+
+
+def is_other_command(items):
+    """Do these items end with a command that this reader knows nothing of, and that may take arguments?"""
+    return not wants_argument(items) and re.fullmatch(r"\\[a-zA-Z]+", "".join(map(str, items[-1:]))) is not None
 
 
 def quotient(above, below):
@@ -1060,8 +1067,8 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 def chat_address(url):
     """Where chat completions are asked for: the address as it is given; /v1 where it names a host alone.
 
-    >>> chat_address("http://localhost:8000/v1/"), chat_address("https://host/v1beta/openai"), chat_address("http://host")
-    ('http://localhost:8000/v1/chat/completions', 'https://host/v1beta/openai/chat/completions', 'http://host/v1/chat/completions')
+    >>> chat_address("https://host/v1beta/openai/"), chat_address("http://host:8000")
+    ('https://host/v1beta/openai/chat/completions', 'http://host:8000/v1/chat/completions')
     """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:

@@ -91,7 +91,8 @@ VALUES = {
         [r"\frac{x}{2}", "x/2", r"\frac x2"], ["2/x", r"\frac2x", r"\frac{2}{x}"], ["x/y+1"], [r"\frac{x}{y+1}"],
         ["x^2", r"x^{2}"], ["x^{12}"], ["x^12"], ["x2"], ["2x"], ["-x"], ["x_1", "x_{1}"], ["x_{12}"], ["x-5"], ["5x"],
         ["3x/2", r"\frac{3x}{2}"], ["x=-x"], ["x<2"], [r"x\leq 2", r"x \le 2", "x ≤ 2"], [r"x\geq 2", r"x\ge2"],
-        ["3+4"], ["3^2"], ["9"],
+        ["3+4"], ["3^2"], ["9"], [r"\overline{AB}C"], [r"\overline{ABC}"], [r"\binom{5}{2}"], [r"\binom{52}{}"],
+        [r"\overline{12}3"], [r"\overline{1}23"],
     ],
     "words": [
         ["Tuesday", r"\text{Tuesday}", r"\text{ Tuesday }", r"\mathrm{Tuesday}"], ["Thursday"], [r"\text{(C)}", "(C)"],
