@@ -181,8 +181,10 @@ def normalised(answer):
     answer = " ".join(answer.split())
     if len(answer) > LONGEST_ANSWER:
         return answer
-    items = read_items(answer)
-    return ",".join(written([part]) for part in simplified_parts(without_name(items)))
+    items = without_name(read_items(answer))
+    form = ",".join(written([part]) for part in simplified_parts(items))
+    in_parentheses = len(items) == 1 and re.fullmatch(r"\([^,]+\)", form)  # (5) is 5, and (C) is C
+    return form[1:-1] if in_parentheses else form
 
 
 def read_items(answer):

@@ -5,8 +5,8 @@ be equal to every other one, and to no notation of another value.
 
 math-verify is the yardstick where it is installed (`pip install math-verify`; it is no dependency). It accepts more,
 which we leave out with intent: 50\% as 0.5 (a percentage is asked for as a number here), sets and lists in another
-order, what must be computed first (2^{10}; x+1 against 1+x), (5) as 5, 4210_5 as 4210, y = 2x+1 as 2x+1, \text{(C)} as
-C, and 7 million or 7 squared as 7. What we accept and it does not are equal values that it cannot read, see UNREAD.
+order, what must be computed first (2^{10}; x+1 against 1+x), 4210_5 as 4210, y = 2x+1 as 2x+1, and 7 million or 7
+squared as 7. What we accept and it does not are equal values that it cannot read, see UNREAD.
 """
 
 import itertools
@@ -74,7 +74,8 @@ VALUES = {
         [r"[-2,1]\cup[3,7]", r"[-2,1] \cup [3,7]", r"x \in [-2,1] \cup [3,7]"], ["[2,7]"],
     ],
     "tuples": [
-        ["(1,2)", "( 1, 2 )", r"\left(1,2\right)", "(1.0,2)", r"(1,\,2)"], ["(2,1)"], ["(12)"], ["[1,2]"], ["(1,2,3)"],
+        ["(1,2)", "( 1, 2 )", r"\left(1,2\right)", "(1.0,2)", r"(1,\,2)"], ["(2,1)"], ["12", "(12)", "(12.0)"],
+        ["[1,2]"], ["(1,2,3)"],
         ["(1,23)"], ["(12,3)"], ["1,2", "1, 2", "x = 1, 2"], ["x=1,y=2"], ["y=1,x=2"], [r"\{1,2\}"],
         [r"(\frac12,3)", "(0.5,3)", "(1/2, 3)"], ["((1,2),3)"], ["(1,2,3"],
     ],
@@ -86,8 +87,8 @@ VALUES = {
     ],
     "bases": [["4210_5", "4210_{5}", r"4210_{\text{5}}"], ["4210"], ["42105"], ["4210^5", "4210^{5}"]],
     "algebra": [
-        ["x+1", "x + 1", "{x+1}"], ["1+x"], ["2x+1", "2x + 1"], ["y=2x+1", "y = 2x+1"], ["x = y"], ["y"],
-        ["7 = x"], ["7"],
+        ["x+1", "x + 1", "{x+1}", "(x+1)"], ["(x+1)(x+1)"], ["1+x"], ["2x+1", "2x + 1"], ["y=2x+1", "y = 2x+1"],
+        ["x = y"], ["y"], ["7 = x"], ["7"],
         [r"\frac{x}{2}", "x/2", r"\frac x2"], ["2/x", r"\frac2x", r"\frac{2}{x}"], ["x/y+1"], [r"\frac{x}{y+1}"],
         ["x^2", r"x^{2}"], ["x^{12}"], ["x^12"], ["x2"], ["2x"], ["-x"], ["x_1", "x_{1}"], ["x_{12}"], ["x-5"], ["5x"],
         ["3x/2", r"\frac{3x}{2}"], ["x=-x"], ["x<2"], [r"x\leq 2", r"x \le 2", "x ≤ 2"], [r"x\geq 2", r"x\ge2"],
@@ -95,8 +96,9 @@ VALUES = {
         [r"\overline{12}3"], [r"\overline{1}23"],
     ],
     "words": [
-        ["Tuesday", r"\text{Tuesday}", r"\text{ Tuesday }", r"\mathrm{Tuesday}"], ["Thursday"], [r"\text{(C)}", "(C)"],
-        ["C", r"\text{C}", r"\textbf{C}"], ["c"], ["B"], [r"\text{no solution}", "no solution"], ["nan"], ["inf"],
+        ["Tuesday", r"\text{Tuesday}", r"\text{ Tuesday }", r"\mathrm{Tuesday}"], ["Thursday"],
+        ["C", r"\text{C}", r"\textbf{C}", r"\text{(C)}", "(C)", r"\textbf{(C)}"], ["c"], ["B"],
+        [r"\text{no solution}", "no solution"], ["nan"], ["inf"],
         [r"\infty", r"+\infty", "∞"], [r"-\infty"],
     ],
 }  # fmt: skip
