@@ -1449,12 +1449,17 @@ class Sandbox:
     def remove_workspace(self, workspace):
         """Remove a workspace, whatever a program made of it.
 
-        Folders may be locked, or nested a thousand times, which is too deep for shutil.rmtree.
+        Mostly it holds nothing but files. Folders may be locked, or nested a thousand times, which is too
+        deep for shutil.rmtree: then two processes do it, which takes 4 ms and not 0.1.
         """
         try:
-            if os.geteuid() != 0:
+            with suppress(OSError):
+                for entry in os.scandir(workspace):
+                    os.unlink(entry.path)  # a link is removed, never followed; a folder is an OSError
+                os.rmdir(workspace)
+            if os.path.lexists(workspace):
                 subprocess.run(["chmod", "-R", "u+rwx", "--", workspace], stderr=subprocess.DEVNULL)
-            subprocess.run(["rm", "-rf", "--", workspace], stderr=subprocess.DEVNULL)
+                subprocess.run(["rm", "-rf", "--", workspace], stderr=subprocess.DEVNULL)
         finally:
             if not os.path.lexists(workspace):  # else close() tries again
                 self.workspaces.discard(workspace)

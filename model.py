@@ -9,8 +9,8 @@ rho_t = pi_theta(y_t) / pi_old(y_t) and in the KL penalty against pi_ref:
     token_logprobs()  computes the log-probabilities of given ids: pi_old and pi_ref, and with gradients pi_theta
 
 Both go through `Transformer.logits`, so they agree about masking and temperature. In bfloat16 they
-still differ, by
-their kernels and shapes: the scorer is the authority, and train.py measures the sampler against it.
+still differ, by their kernels and shapes: the scorer is the authority, and train.py measures the
+sampler against it.
 
 One decoder family covers Qwen2/Qwen2.5, Qwen3, Llama and what shares their layout (SmolLM2,
 DeepSeek-R1-Distill): RMSNorm, rotary positions, grouped-query attention (optional QKV bias or
@@ -237,7 +237,7 @@ def rotate(x, cos, sin):
     return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
-SLOT_STEP = 256
+SLOT_STEP = 256  # decoding looks at a multiple of so many slots, see KVCache.seen_slots()
 
 
 class KVCache:
@@ -252,7 +252,7 @@ class KVCache:
     def __init__(self, config, rows, slots, device, dtype):
         shape = (2, rows, slots, config.kv_heads, config.head_dim)  # keys are [0], values [1]
         self.layers = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
-        self.first_row = 0  # the row that the first row of the next batch belongs to
+        self.first_row = 0  # in prefill: the row of the cache that the first context of the next part belongs to
         self.used_slots = 0  # slots from this one on are empty in every row
 
     def keep(self, rows):
@@ -745,7 +745,7 @@ def hf_name(name):
 
 
 def compute_dtype(device):
-    """Return the dtype of weights for sampling and scoring: bfloat16 on a GPU, else float32 (see train.py's table)."""
+    """Return the dtype of weights for sampling and scoring: bfloat16 on a GPU, else float32."""
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 

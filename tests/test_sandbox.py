@@ -1282,10 +1282,10 @@ def test_failed_lockdown_runs_nothing(sandbox, name):
     calls = [167 if call == PRCTL and os.uname().machine != "x86_64" else call for call in broken.calls]
     code = f"""
 # A filter that answers some calls with an error.
-steps = [step(LOAD, CALL_NUMBER)]
+steps = [instruction(LOAD, CALL_NUMBER)]
 for call in {calls}:
     steps += if_call(call, FAIL + {broken.error})
-steps += [step(RETURN, ALLOW)]
+steps += [instruction(RETURN, ALLOW)]
 filter_code = ctypes.create_string_buffer(b"".join(steps))
 kernel("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 kernel("prctl", PR_SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(steps), ctypes.addressof(filter_code)), 0, 0)
