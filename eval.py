@@ -258,6 +258,7 @@ class Setup:
     sandbox_timeout: float = 60.0
     sandbox_disk: int = 4096
     sample_rows: int = 64
+    cache_gib: float = 0.0
     date: str = ""
     # with --run: what the run's own evaluations used
     eval: tuple = ()
@@ -334,6 +335,7 @@ def evaluate_systems(options, setup, device):
         max_new_tokens=setup.max_new_tokens,
         max_context_tokens=setup.max_context_tokens,
         rows=setup.sample_rows,
+        cache_gib=setup.cache_gib,
         thinking=setup.thinking,
         date=setup.date,
     )

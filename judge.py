@@ -1133,7 +1133,7 @@ class LocalModel:
         self.model, self.tokenizer = load(folder, device, dtype)
         self.date = date  # see agents.dated()
         self.max_new_tokens = max_new_tokens
-        self.rows = rows  # conversations in one batch
+        self.rows = rows  # conversations that are worked on at once, at most
 
     def __call__(self, conversations):
         contexts = [self.context_of(conversation) for conversation in conversations]
@@ -1147,13 +1147,9 @@ class LocalModel:
 
     def answer(self, contexts):
         """A reply to each context, or a Failure."""
-        replies = []
-        for start in range(0, len(contexts), self.rows):
-            batch = contexts[start : start + self.rows]
-            uniforms = np.zeros((len(batch), self.max_new_tokens))  # sampling is greedy: they are not looked at
-            completions = sample(self.model, batch, uniforms, self.max_new_tokens, temperature=0)
-            replies += [self.reply_of(completion) for completion in completions]
-        return replies
+        uniforms = np.zeros((len(contexts), self.max_new_tokens))  # sampling is greedy: they are not looked at
+        completions = sample(self.model, contexts, uniforms, self.max_new_tokens, temperature=0, rows=self.rows)
+        return [self.reply_of(completion) for completion in completions]
 
     def context_of(self, conversation):
         """The token ids of a conversation. Material in it cannot hold special tokens."""

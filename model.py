@@ -36,7 +36,8 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -141,9 +142,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        h = x.float()
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * h.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 # Rotary positions (RoPE, arXiv 2104.09864): pair i of the D/2 pairs of dimensions of a query or key
@@ -219,25 +218,36 @@ ROPE_TYPES = {"default": linear_periods, "linear": linear_periods, "llama3": lla
 
 
 def rotary_angles(positions, config):
-    """Return cos and sin [B, T, 1, D] in float32 for explicit positions [B, T]."""
+    """Return cos and sin [B, T, 1, D] in float32 for explicit positions [B, T]; see rotate() for their signs."""
     D = config.head_dim
     exponents = torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D
     period = config.rope["rope_theta"] ** exponents  # [D/2]
     period = ROPE_TYPES[config.rope["rope_type"]](period, config)
     angles = positions[..., None].float() / period  # [B, T, D/2]
-    # NOTE: a pair is (i, i + D/2), as in Hugging Face's weights, not (2i, 2i + 1) as in the paper
-    angles = torch.cat([angles, angles], dim=-1)[:, :, None]  # [B, T, 1, D]
     scale = attention_factor(config)
-    return angles.cos() * scale, angles.sin() * scale
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    # NOTE: a pair is (i, i + D/2), as in Hugging Face's weights, not (2i, 2i + 1) as in the paper
+    return torch.cat([cos, cos], dim=-1)[:, :, None], torch.cat([-sin, sin], dim=-1)[:, :, None]
 
 
 def rotate(x, cos, sin):
-    """Turn queries or keys x [B, T, heads, D] by the angles of their positions."""
-    first, second = x.float().chunk(2, dim=-1)  # [B, T, heads, D/2] each
-    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+    """Turn queries or keys x [B, T, heads, D] by the angles of their positions.
+
+    The pair (a, b) becomes (a cos - b sin, b cos + a sin); the sign is in the first half of `sin`.
+    """
+    swapped = x.roll(x.shape[-1] // 2, -1)  # each half in the place of the other
+    return (x * cos + swapped * sin).to(x.dtype)  # the products are float32, as cos and sin are
 
 
-SLOT_STEP = 256  # decoding looks at a multiple of so many slots, see KVCache.seen_slots()
+@dataclass(frozen=True)
+class Pass:
+    """What all layers need to know of one pass through the model; made once, not once a layer."""
+
+    angles: tuple  # cos and sin, from rotary_angles()
+    cache: object = None  # KVCache that the pass writes into
+    places: torch.Tensor | None = None  # [B, 1]: the row of the cache of each row of the pass
+    positions: torch.Tensor | None = None  # [B, T]
+    visible: torch.Tensor | None = None  # [B, 1, 1, S]: the slots that a decoding pass sees, which is one of T = 1
 
 
 class KVCache:
@@ -249,39 +259,30 @@ class KVCache:
     one call of sample(): none survives an update of the weights.
     """
 
-    def __init__(self, config, rows, slots, device, dtype):
-        shape = (2, rows, slots, config.kv_heads, config.head_dim)  # keys are [0], values [1]
+    def __init__(self, config, device, dtype):
+        self.rows = self.slots = 0
+        shape = (2, 0, 0, config.kv_heads, config.head_dim)  # keys are [0], values [1]
         self.layers = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
-        self.first_row = 0  # in prefill: the row of the cache that the first context of the next part belongs to
-        self.used_slots = 0  # slots from this one on are empty in every row
+        self.bytes_a_slot = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
 
-    def keep(self, rows):
-        """Drop all rows but these (an index tensor), one layer at a time to bound the extra memory."""
-        for layer in range(len(self.layers)):
-            self.layers[layer] = self.layers[layer][:, rows]
+    def resize(self, kept, rows, slots):
+        """Move the rows `kept` (a list) to the front of a cache of other sizes, one layer at a time."""
+        seen = min(slots, self.slots)
+        for layer, old in enumerate(self.layers):
+            new = old.new_zeros(2, rows, slots, *old.shape[3:])
+            if kept:
+                new[:, : len(kept), :seen] = old[:, kept, :seen]
+            self.layers[layer] = new
+        self.rows, self.slots = rows, slots
 
-    def write(self, layer, positions, keys, values):
-        """Store keys and values [B, T, kv_heads, D] at positions [B, T], from row first_row on.
-
-        Returns keys and values [2, B, S, kv_heads, D]: the first slots of these B rows, all used
-        ones among them.
-        """
-        first, end = self.first_row, self.first_row + len(keys)
-        rows = torch.arange(first, end, device=keys.device)[:, None]  # [B, 1]
-        self.layers[layer][:, rows, positions] = torch.stack([keys, values])
-        return self.layers[layer][:, first:end, : self.seen_slots()]
-
-    def seen_slots(self):
-        """How many slots a decoding pass looks at: the used ones, rounded up so that shapes seldom change.
-
-        NOTE: kernels that plan by shape would plan anew at every token. What lies beyond a row's
-        position is masked.
-        """
-        return min(math.ceil(self.used_slots / SLOT_STEP) * SLOT_STEP, self.layers[0].shape[2])
+    def copy_row(self, source, target):
+        """Give a row the content of another one."""
+        for layer in self.layers:
+            layer[:, target] = layer[:, source]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: training, prefill (whole contexts, empty cache) and decoding (one token a row)."""
+    """Grouped-query attention: training, prefill (whole contexts, empty rows) and decoding (one token a row)."""
 
     def __init__(self, config):
         super().__init__()
@@ -294,21 +295,23 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, angles, positions, cache, layer):
+    def forward(self, x, this, layer):
         """Map x [B, T, H] to [B, T, H]; writes into the cache, if there is one.
 
-        angles: cos and sin from rotary_angles. positions: [B, T]. layer: the index of this block in
-        the cache.
+        this: the Pass. layer: the index of this block in the cache.
         """
         B, T, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim))  # [B, T, heads, D]
         k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim))  # [B, T, kv_heads, D]
         v = self.v_proj(x).view(B, T, -1, self.head_dim)
-        q, k = rotate(q, *angles), rotate(k, *angles)
-        if cache is not None:
-            seen_k, seen_v = cache.write(layer, positions, k, v)
-        decoding = cache is not None and T == 1
-        out = self.decode(q, seen_k, seen_v, positions) if decoding else self.attend(q, k, v)
+        q, k = rotate(q, *this.angles), rotate(k, *this.angles)
+        if this.cache is not None:
+            this.cache.layers[layer][:, this.places, this.positions] = torch.stack([k, v])
+        if this.visible is None:
+            out = self.attend(q, k, v)
+        else:
+            keys, values = this.cache.layers[layer][:, :, : this.visible.shape[-1]]
+            out = self.decode(q, keys, values, this.visible)
         return self.o_proj(out.reshape(B, T, -1))
 
     def attend(self, q, k, v):
@@ -317,16 +320,15 @@ class Attention(nn.Module):
         Each token sees itself and the tokens before it. Rows are right-padded, so this causal mask
         already hides the padding from every real token. Returns the shape of q.
         """
-        # NOTE: prefill may use the fresh k and v alone because its cache was empty. is_causal
+        # NOTE: prefill may use the fresh k and v alone because its rows were empty. is_causal
         # aligns the mask top-left, so with earlier keys in the cache (chunked prefill) it would be
         # silently wrong.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads or kv_heads, T, D]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
-    def decode(self, q, k, v, positions):
-        """Attend with one token a row: q [B, 1, heads, D] to the cache's k and v [B, S, kv_heads, D].
+    def decode(self, q, k, v, visible):
+        """Attend with one token a row: q [B, 1, heads, D] to the slots k and v [B, S, kv_heads, D] that are visible.
 
-        The token sees the slots up to its own position; positions are [B, 1].
         Returns the shape of q.
         """
         B, S, kv_heads, D = k.shape
@@ -334,8 +336,7 @@ class Attention(nn.Module):
         # so that keys are never copied per query head.
         q = q.view(B, kv_heads, -1, D)  # [B, kv_heads, heads / kv_heads, D]
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, kv_heads, S, D]
-        visible = torch.arange(S, device=k.device) <= positions  # [B, S]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None]).view(B, 1, -1, D)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).view(B, 1, -1, D)
 
 
 class MLP(nn.Module):
@@ -361,8 +362,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, angles, positions, cache, layer):
-        x = x + self.self_attn(self.input_layernorm(x), angles, positions, cache, layer)
+    def forward(self, x, this, layer):
+        x = x + self.self_attn(self.input_layernorm(x), this, layer)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -390,19 +391,34 @@ class Transformer(nn.Module):
         """Where the weights are."""
         return self.embed_tokens.weight.device
 
-    def forward(self, ids, positions, cache=None):
-        """Map ids and positions [B, T] int64 to hidden states [B, T, H].
+    def forward(self, ids, positions):
+        """Map whole texts, ids and positions [B, T] int64, to hidden states [B, T, H]."""
+        return self.run(ids, Pass(rotary_angles(positions, self.config)))
 
-        With a cache, T > 1 requires it to be empty (see Attention.attend).
+    def prefill(self, contexts, cache, places):
+        """Run contexts (lists of ids) into these rows of the cache, all empty; the hidden state [B, H] of each end."""
+        ids, positions = right_pad(contexts, self.device)
+        rows = torch.tensor(places, device=self.device)[:, None]  # [B, 1]
+        hidden = self.run(ids, Pass(rotary_angles(positions, self.config), cache, rows, positions))  # [B, T, H]
+        ends = [len(context) - 1 for context in contexts]
+        return hidden[range(len(contexts)), ends]
+
+    def decode(self, tokens, positions, cache, seen):
+        """Run one token [B] in each row of the cache, at these positions [B] < seen; its hidden state [B, H].
+
+        seen: how many slots attention looks at; those behind a row's position are masked.
         """
-        recompute = self.gradient_checkpointing and cache is None and torch.is_grad_enabled()
-        angles = rotary_angles(positions, self.config)
+        rows, positions = torch.arange(len(tokens), device=self.device)[:, None], positions[:, None]  # [B, 1] each
+        visible = torch.arange(seen, device=self.device) <= positions  # [B, S]
+        this = Pass(rotary_angles(positions, self.config), cache, rows, positions, visible[:, None, None])
+        return self.run(tokens[:, None], this)[:, 0]
+
+    def run(self, ids, this):
+        """Map ids [B, T] to hidden states [B, T, H]."""
+        recompute = self.gradient_checkpointing and this.cache is None and torch.is_grad_enabled()
         x = self.embed_tokens(ids)  # [B, T, H]
         for layer, block in enumerate(self.layers):
-            if recompute:
-                x = checkpoint(block, x, angles, positions, None, layer, use_reentrant=False)
-            else:
-                x = block(x, angles, positions, cache, layer)
+            x = checkpoint(block, x, this, layer, use_reentrant=False) if recompute else block(x, this, layer)
         return self.norm(x)
 
     def logits(self, hidden, temperature=1.0):
@@ -434,79 +450,214 @@ class Completion:
     truncated: bool  # the limit came before a terminator
 
 
-@torch.no_grad()
-def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, prefill_budget=16_384):
-    """Sample one completion for each of B contexts from softmax(logits / temperature).
+def cache_room(gib):
+    """Bytes that the cache may take: so many GiB; with 0, most of what is free now on a GPU, and 4 GiB on a CPU."""
+    if gib:
+        return int(gib * 2**30)
+    if not torch.cuda.is_available():
+        return 4 << 30
+    free, _ = torch.cuda.mem_get_info()
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return int(0.8 * (free + unused))  # the rest is for activations and for moving rows
+
+
+def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, **limits):
+    """Sample one completion for each context: sample_as_they_end(), in the order of the contexts."""
+    completions = dict(sample_as_they_end(model, contexts, uniforms, max_new_tokens, temperature, **limits))
+    return [completions[i] for i in range(len(contexts))]
+
+
+def sample_as_they_end(
+    model, contexts, uniforms, max_new_tokens, temperature=1.0, rows=256, cache_bytes=4 << 30, prefill_budget=16_384
+):
+    """Sample one completion for each of B contexts from softmax(logits / temperature); yields (index, Completion).
 
     contexts: B lists of ids, none empty.
     uniforms: [B, >= max_new_tokens] float64 in [0, 1); row b decides the tokens of completion b,
-    see draw.
+    see draw().
     temperature: 0 means greedy (log-probabilities are then those of temperature 1).
-    prefill_budget: how many padded tokens are prefilled at a time (see prefill).
+    rows: how many contexts are worked on at once, at most.
+    cache_bytes: how large the cache may get; at least one context is worked on, whatever its size.
+    prefill_budget: how many padded tokens are prefilled at a time, which bounds the memory of activations.
 
-    Returns B Completions in the order of the contexts. A row leaves the batch as soon as it draws a
-    stop id. Neither the order nor the company of a row changes its tokens.
+    A context that ends hands its place to the next one that waits. Neither the order nor the company
+    of a context changes its tokens, for each is decided by its own uniform number.
     """
-    if not contexts:
-        return []
-    device = model.device
-    greedy = temperature == 0
-    temperature = 1.0 if greedy else temperature
-    stop_ids = torch.tensor(model.stop_ids, device=device)
-    uniforms = torch.as_tensor(np.asarray(uniforms), dtype=torch.float64, device=device)
-
-    # Prefill: all contexts go through the model once. This fills the cache, and the hidden states
-    # of their last tokens predict the first token of each completion.
-    lengths = torch.tensor([len(context) for context in contexts], device=device)  # [B]
-    slots = int(lengths.max()) + max_new_tokens
-    cache = KVCache(model.config, len(contexts), slots, device, model.embed_tokens.weight.dtype)
-    hidden = prefill(model, contexts, cache, prefill_budget)  # [B, H]
-
-    # Decode: each pass draws one token for every row that is still in the batch.
-    # `live` lists these rows as indices into contexts.
-    # hidden and cache hold the live rows only, drawn holds all rows.
-    drawn = Drawn(len(contexts), max_new_tokens, device)
-    live = torch.arange(len(contexts), device=device)
-    for t in range(max_new_tokens):
-        # draw the next token of each live row
-        logits = model.logits(hidden, temperature)  # [live, V]
-        token = logits.argmax(-1) if greedy else draw(logits, uniforms[live, t])  # [live]
-
-        # record it with its log-probability
-        drawn.ids[live, t] = token
-        drawn.logprobs[live, t] = logits.log_softmax(-1).gather(-1, token[:, None])[:, 0]
-
-        # rows that drew a stop id leave the batch
-        ended = torch.isin(token, stop_ids)  # [live]
-        if ended.any():
-            drawn.counts[live[ended]] = t + 1
-            drawn.stopped[live[ended]] = True
-            going = (~ended).nonzero()[:, 0]
-            live, token = live[going], token[going]
-            cache.keep(going)
-        if len(live) == 0 or t + 1 == max_new_tokens:
-            break
-
-        # the new tokens go through the model, each at the next position of its row
-        cache.used_slots += 1
-        positions = lengths[live] + t  # [live]
-        hidden = model(token[:, None], positions[:, None], cache)[:, 0]  # [live, H]
-    return drawn.completions()
+    batch = Batch(model, uniforms, max_new_tokens, temperature, rows, cache_bytes, prefill_budget)
+    waiting = deque(Row(i, list(context), len(context)) for i, context in enumerate(contexts))
+    while waiting or batch.live():
+        with torch.inference_mode():  # NOTE: not around the generator, or its caller would be in that mode too
+            batch.admit(waiting)
+            batch.draw()
+            ended = batch.collect() if batch.is_time_to_look() else []
+            batch.decode(waiting)
+        for row in ended:
+            yield row.index, Completion(row.ids[row.length :], row.logprobs, row.truncated)
 
 
-class Drawn:
-    """What sample() has drawn so far, one row a context. It stays on the device until all rows have ended."""
+@dataclass
+class Row:
+    """A context that is worked on, or that waits."""
 
-    def __init__(self, rows, max_new_tokens, device):
-        self.ids = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(rows, max_new_tokens, device=device)
-        self.counts = torch.full((rows,), max_new_tokens, device=device)  # the number of tokens
-        self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)  # drew a stop id
+    index: int  # among the contexts
+    ids: list  # of the context, and those drawn so far
+    length: int  # of the context
+    logprobs: list = field(default_factory=list)  # of the ids that were drawn
+    truncated: bool = False
 
-    def completions(self):
-        """Return the rows as Completions, each cut to its own length."""
-        rows = zip(self.ids.tolist(), self.logprobs.tolist(), self.counts.tolist(), self.stopped.tolist(), strict=True)
-        return [Completion(ids[:count], logprobs[:count], not stopped) for ids, logprobs, count, stopped in rows]
+
+class Batch:
+    """The contexts that sample_as_they_end() works on at the moment. Each has a place: a row of the cache."""
+
+    def __init__(self, model, uniforms, max_new_tokens, temperature, rows, cache_bytes, prefill_budget):
+        self.model = model
+        self.greedy = temperature == 0
+        self.temperature = 1.0 if self.greedy else temperature
+        self.max_new_tokens = max_new_tokens
+        self.most_rows, self.cache_bytes, self.prefill_budget = rows, cache_bytes, prefill_budget
+        # A GPU wants shapes that seldom change, for its kernels may plan anew for each, and few moments
+        # at which the host waits for it. On a CPU neither matters.
+        on_gpu = model.device.type == "cuda"
+        self.slot_step = 256 if on_gpu else 32
+        self.look_every = 8 if on_gpu else 1  # draws from one collect() to the next
+        self.uniforms = torch.as_tensor(np.asarray(uniforms), dtype=torch.float64, device=model.device)
+        self.stop_ids = set(model.stop_ids)
+        dtype = model.embed_tokens.weight.dtype
+        self.cache = KVCache(model.config, model.device, dtype)
+        self.rows = []  # place -> its Row, or None where it is free
+        self.tokens = None  # [places]: the ids that were drawn last
+        self.hidden = torch.zeros(0, model.config.hidden_size, device=model.device, dtype=dtype)  # [places, H]
+        self.drawn = []  # since the last collect(): pairs of ids and their log-probabilities, [places] each
+
+    def live(self):
+        """The Rows that are worked on, in order of their places."""
+        return [row for row in self.rows if row is not None]
+
+    def slots_for(self, rows):
+        """How many slots the longest of these Rows needs until the next collect(), rounded up."""
+        longest = max((len(row.ids) for row in rows), default=0) + self.look_every
+        return math.ceil(longest / self.slot_step) * self.slot_step
+
+    def fits(self, rows, slots):
+        """May the cache have so many rows and slots?"""
+        return rows <= self.most_rows and rows * slots * self.cache.bytes_a_slot <= self.cache_bytes
+
+    def admit(self, waiting):
+        """Give places to waiting Rows, the first ones first, as long as there is room; and prefill them."""
+        if self.drawn:
+            return  # places become free in collect() only
+        live = self.live()
+        new = []
+        while waiting:
+            together = [*live, *new, waiting[0]]
+            if len(together) > 1 and not self.fits(len(together), self.slots_for(together)):
+                break
+            new.append(waiting.popleft())
+        if not new:
+            return
+        free = self.rows.count(None)
+        slots = max(self.slots_for([*live, *new]), self.cache.slots)
+        if len(new) > free or slots > self.cache.slots or not self.fits(self.cache.rows, slots):
+            self.rearrange(live, len(live) + len(new), self.slots_for([*live, *new]))
+        places = [place for place, row in enumerate(self.rows) if row is None]
+        for place, row in zip(places, new, strict=False):
+            self.rows[place] = row
+        self.prefill([place for place in places if self.rows[place] is not None])
+
+    def rearrange(self, kept, rows, slots):
+        """Make a cache of these sizes, with the places of the Rows `kept` first; returns where these were."""
+        indices = {row.index for row in kept}
+        places = [place for place, row in enumerate(self.rows) if row is not None and row.index in indices]
+        self.cache.resize(places, rows, slots)
+        hidden = self.hidden.new_zeros(rows, self.hidden.shape[1])
+        hidden[: len(places)] = self.hidden[places]
+        self.hidden = hidden
+        self.rows = [self.rows[place] for place in places] + [None] * (rows - len(places))
+        return places
+
+    def prefill(self, places):
+        """Run the ids of the Rows at these places through the model, equal ones once, the longest first."""
+        first = {}  # ids -> the place that they are run at
+        for place in sorted(places, key=lambda place: -len(self.rows[place].ids)):
+            first.setdefault(tuple(self.rows[place].ids), place)
+        todo = list(first.items())
+        while todo:
+            count = max(1, self.prefill_budget // len(todo[0][0]))
+            contexts, theirs = zip(*todo[:count], strict=True)
+            self.hidden[list(theirs)] = self.model.prefill(contexts, self.cache, theirs)
+            todo = todo[count:]
+        for place in places:
+            source = first[tuple(self.rows[place].ids)]
+            if source != place:
+                self.cache.copy_row(source, place)
+                self.hidden[place] = self.hidden[source]
+
+    def draw(self):
+        """Draw the next token of every place, a free one too: its token is looked at by nobody."""
+        logits = self.model.logits(self.hidden, self.temperature)  # [places, V]
+        indices = [0 if row is None else row.index for row in self.rows]
+        counts = [0 if row is None else self.count(row) for row in self.rows]
+        self.tokens = logits.argmax(-1) if self.greedy else draw(logits, self.uniforms[indices, counts])
+        logprobs = logits.log_softmax(-1).gather(-1, self.tokens[:, None])[:, 0]
+        self.drawn.append((self.tokens, logprobs))
+
+    def count(self, row):
+        """How many tokens have been drawn for a Row."""
+        return len(row.logprobs) + len(self.drawn)
+
+    def is_time_to_look(self):
+        """Have enough tokens been drawn since the last collect(), or is a Row at its limit?"""
+        at_limit = any(self.count(row) == self.max_new_tokens for row in self.live())
+        return at_limit or len(self.drawn) == self.look_every
+
+    def collect(self):
+        """Write down what was drawn; the Rows that have ended. Their places are free from here on."""
+        ended = []
+        tokens, logprobs = (
+            torch.stack(parts, 1).tolist() for parts in zip(*self.drawn, strict=True)
+        )  # [places][draws]
+        self.drawn = []
+        for place, row in enumerate(self.rows):
+            if row is None:
+                continue
+            for token, logprob in zip(tokens[place], logprobs[place], strict=True):
+                row.ids.append(token)
+                row.logprobs.append(logprob)
+                if token in self.stop_ids:
+                    break  # what was drawn after it counts for nothing
+            row.truncated = row.ids[-1] not in self.stop_ids
+            if not row.truncated or len(row.logprobs) == self.max_new_tokens:
+                ended.append(row)
+                self.rows[place] = None
+        return ended
+
+    def decode(self, waiting):
+        """Run the tokens drawn last through the model, each at the next position of its row."""
+        if not self.live():
+            return
+        if not self.drawn:
+            self.make_room(waiting)
+        positions = [0 if row is None else len(row.ids) + len(self.drawn) - 1 for row in self.rows]
+        positions = torch.tensor(positions, device=self.model.device)
+        self.hidden = self.model.decode(self.tokens, positions, self.cache, self.slots_for(self.live()))
+
+    def make_room(self, waiting):
+        """Let the cache grow with its longest Row, and shrink when many places are free.
+
+        Where growing would be over the budget, the Rows with the fewest tokens step back. They wait, and
+        go on later by prefilling what they have.
+        """
+        live = self.live()
+        slots = self.slots_for(live)
+        is_sparse = not waiting and 4 * len(live) <= 3 * len(self.rows)
+        if slots <= self.cache.slots and not is_sparse:
+            return
+        while len(live) > 1 and not self.fits(len(live), slots):
+            youngest = min(live, key=lambda row: len(row.logprobs))
+            live = [row for row in live if row is not youngest]
+            waiting.appendleft(youngest)
+            slots = self.slots_for(live)
+        self.tokens = self.tokens[self.rearrange(live, len(live), slots)]
 
 
 def draw(logits, uniforms):
@@ -527,25 +678,6 @@ def draw(logits, uniforms):
     return torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
 
 
-def prefill(model, contexts, cache, budget):
-    """Run the contexts through the model into the empty cache; return the hidden state [B, H] of each last token.
-
-    To bound the memory of activations, a few rows go through at a time:
-    at most `budget` padded tokens, but at least one row.
-    """
-    cache.used_slots = max(len(context) for context in contexts)
-    step = max(1, budget // cache.used_slots)
-    last = []
-    for start in range(0, len(contexts), step):
-        part = contexts[start : start + step]
-        cache.first_row = start
-        hidden = model(*right_pad(part, model.device), cache)  # [b, T, H]
-        ends = torch.tensor([len(context) - 1 for context in part], device=model.device)
-        last.append(hidden[torch.arange(len(part), device=model.device), ends])  # [b, H]
-    cache.first_row = 0
-    return torch.cat(last)
-
-
 def right_pad(sequences, device):
     """Turn lists of ids into ids and positions [B, T], T being the length of the longest.
 
@@ -558,6 +690,9 @@ def right_pad(sequences, device):
 # ---- Scoring -------------------------------------------------------------------------------------
 
 
+FEW_LOGITS = 1 << 24  # that may be kept for backward; 64 MiB
+
+
 def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     """Compute log pi(y_t | context, y_<t) of every completion token, at the temperature of sampling.
 
@@ -565,8 +700,8 @@ def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     completion tokens, row after row: the log-probabilities (differentiable) and the entropies in
     nats (not).
 
-    The logits are made for `chunk` tokens at a time, and made again in backward: [N, V] in float32
-    never exists (for 16,384 tokens of Qwen it would take 10 GB, twice).
+    The logits are made for `chunk` tokens at a time, and made again in backward unless they are few:
+    [N, V] in float32 never exists (for 16,384 tokens of Qwen it would take 10 GB, twice).
     """
     if not contexts:
         return torch.zeros(0, device=model.device), torch.zeros(0, device=model.device)
@@ -582,8 +717,12 @@ def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     targets = torch.tensor(tokens, device=model.device)  # [N]
 
     # the head, one chunk of tokens at a time
+    # (checkpoint() imports torch's compiler, which takes seconds: small models shall not wait for it)
     chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    scored = [checkpoint(score_chunk, model, *part, temperature, use_reentrant=False) for part in chunks]
+    if torch.is_grad_enabled() and len(tokens) * model.config.vocab_size > FEW_LOGITS:
+        scored = [checkpoint(score_chunk, model, *part, temperature, use_reentrant=False) for part in chunks]
+    else:
+        scored = [score_chunk(model, *part, temperature) for part in chunks]
     logprobs, entropies = zip(*scored, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 

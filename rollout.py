@@ -1,17 +1,16 @@
 """rollout.py: runs the agents of a pipeline on problems and records what they did.
 
 Before this: agents.py, model.py, judge.py. After it: eval.py, train.py.
-Part of the paper: data collection. For each agent in turn: sample one reply for every episode,
-batch by batch; run the programs of a batch in the sandbox while the next batch is sampled; hand the
-finished actions to the coach, which works in the background while the next agent generates. Every
+Part of the paper: data collection. For each agent in turn: sample one reply for every episode; run
+the program of a reply in the sandbox while others are still being written; hand the finished
+actions to the coach, which works in the background while the next agent generates. Every
 episode has a workspace of its own, in which files stay from action to action. All that the host
 takes from it is a listing, and the bytes of the file that is graded. `Action` is the only thing
 that rollout, judge and train share: the record of what was sampled, under which ids, with which
 log-probabilities. Text is derived from it, for people, coaches and other agents.
 Also here, at the end: how the processes of a run talk to each other, and how commands end.
 
-What we leave out: asynchronous training on old samples, and refilling the batch with new episodes
-as rows finish.
+What we leave out: asynchronous training on old samples.
 Watch agents at work:  python train.py --warm-steps 60 --steps 1; head -n 1 runs/arithmetic/episodes.jsonl
 """
 
@@ -44,7 +43,7 @@ from agents import (
     shown_observation,
 )
 from judge import GRADERS, Case, Failure, Grade, Verdict, measures
-from model import sample
+from model import cache_room, sample_as_they_end
 
 # ---- What is recorded ----------------------------------------------------------------------------
 
@@ -91,7 +90,8 @@ class Sampling:
     temperature: float = 1.0
     max_new_tokens: int = 32
     max_context_tokens: int = 512
-    rows: int = 256  # contexts in one batch
+    rows: int = 256  # contexts that are worked on at once, at most
+    cache_gib: float = 0.0  # that their keys and values may take; 0: see model.cache_room()
     thinking: str = "default"  # on, off, or as the chat template has it
     date: str = ""  # that a chat template may write, such as 2026-01-31; empty: today's
 
@@ -146,11 +146,11 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling
                 if turn > 0:
                     acting = [episode for episode in acting if may_act_again(agent, episode)]
                 acting, contexts = next_contexts(pipeline, agent, turn, acting, tokenizer, sampling)
-                # sample batch by batch; the programs of a batch run while the next one is sampled
-                finishing = []
-                for batch in sample_batches(agent, turn, acting, contexts, models[agent.name], tokenizer, sampling):
-                    finishing += [programs.submit(finish_action, pipeline, agent, e, sandbox) for e in batch]
-                cases = [future.result() for future in finishing]
+                # sample; the program of a reply runs while others are still being written
+                finishing = {}  # index of an episode -> Future of its case
+                for episode in sample_replies(agent, turn, acting, contexts, models[agent.name], tokenizer, sampling):
+                    finishing[episode.index] = programs.submit(finish_action, pipeline, agent, episode, sandbox)
+                cases = [finishing[episode.index].result() for episode in acting]
                 # the coach works while the next agent, or the next turn, is sampled
                 judging.append(([episode.actions[-1] for episode in acting], background.submit(coach, cases)))
         for actions, verdicts in judging:
@@ -232,18 +232,15 @@ def next_context(agent, episode, turn, tokenizer, sampling):
     return extend(tokenizer, last.context_ids, last.ids, seen, **sampling.switches())
 
 
-def sample_batches(agent, turn, episodes, contexts, model, tokenizer, sampling):
-    """Sample the agent's reply in each episode and append it as an Action; yields the episodes batch by batch."""
-    for start in range(0, len(episodes), sampling.rows):
-        batch = episodes[start : start + sampling.rows]
-        batch_contexts = contexts[start : start + sampling.rows]
-        count = sampling.max_new_tokens
-        draws = [uniforms(sampling.stream, e.problem.id, e.sample, agent.name, turn, count) for e in batch]
-        completions = sample(model, batch_contexts, draws, count, sampling.temperature)
-        for episode, context, c in zip(batch, batch_contexts, completions, strict=True):
-            text = text_of(c.ids, context, tokenizer)
-            episode.actions.append(Action(agent.name, turn, context, c.ids, c.logprobs, c.truncated, text))
-        yield batch
+def sample_replies(agent, turn, episodes, contexts, model, tokenizer, sampling):
+    """Sample the agent's reply in each episode and append it as an Action; yields each episode as its reply ends."""
+    count = sampling.max_new_tokens
+    draws = [uniforms(sampling.stream, e.problem.id, e.sample, agent.name, turn, count) for e in episodes]
+    limits = dict(rows=sampling.rows, cache_bytes=cache_room(sampling.cache_gib))
+    for i, c in sample_as_they_end(model, contexts, draws, count, sampling.temperature, **limits):
+        text = text_of(c.ids, contexts[i], tokenizer)
+        episodes[i].actions.append(Action(agent.name, turn, contexts[i], c.ids, c.logprobs, c.truncated, text))
+        yield episodes[i]
 
 
 def text_of(ids, context, tokenizer):

@@ -137,7 +137,8 @@ class Config:
 
     # machine
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
-    sample_rows: int = 256  # contexts sampled in one batch, on each process
+    sample_rows: int = 256  # contexts that each process samples at once, at most
+    cache_gib: float = 0.0  # GiB of keys and values in sampling; 0: most of what is free on a GPU, 4 on a CPU
     micro_batch_tokens: int = 8192  # padded tokens in one forward and backward pass; changes memory and speed only
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more time
     collective_timeout: float = 0.0  # seconds until a process that waits for the others gives up; 0: see time_limit()
@@ -163,7 +164,7 @@ PRESETS = {  # a pipeline without an entry here starts from the defaults above
 # or another server of the same coach may change the rounding of numbers, or replies.)
 FREE_ON_RESUME = {
     *("resume", "out", "preset", "data_root", "save_every", "keep", "device", "collective_timeout"),
-    *("micro_batch_tokens", "gradient_checkpointing", "sample_rows"),
+    *("micro_batch_tokens", "gradient_checkpointing", "sample_rows", "cache_gib"),
     *("judge_url", "judge_key_env", "judge_cache", "judge_concurrency", "judge_deadline"),
     *("judge_budget_calls", "judge_budget_tokens"),
 }
@@ -171,7 +172,7 @@ FREE_ON_RESUME = {
 # the numbers that may be 0, and those that lie in 0 to 1; all others are over 0
 FROM_ZERO = {
     *("seed", "beta", "clip", "importance_cap", "weight_decay", "warm_steps", "train_subset", "keep"),
-    *("eval_problems", "eval_every", "judge_budget_calls", "judge_budget_tokens", "collective_timeout"),
+    *("eval_problems", "eval_every", "judge_budget_calls", "judge_budget_tokens", "collective_timeout", "cache_gib"),
 }
 SHARES = {"lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2"}
 
@@ -1224,7 +1225,8 @@ def problems_of_step(problems, step, count, seed):
 
 def make_sampling(c, stream):
     """How to sample in training, by the Config c; evaluations replace the temperature."""
-    return Sampling(stream, c.temperature, c.max_new_tokens, c.max_context_tokens, c.sample_rows, c.thinking, c.date)
+    limits = (c.max_new_tokens, c.max_context_tokens, c.sample_rows, c.cache_gib)
+    return Sampling(stream, c.temperature, *limits, c.thinking, c.date)
 
 
 def stop_if_coach_fails(run, records, step):

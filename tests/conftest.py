@@ -164,6 +164,15 @@ def completion(text):
     return json.dumps(content).encode()
 
 
+def as_they_end(sampler):
+    """A scripted sampler, which returns its Completions in the order of the contexts, in place of rollout's."""
+
+    def pairs(model, contexts, draws, max_new_tokens, temperature, **limits):
+        return enumerate(sampler(model, contexts, draws, max_new_tokens, temperature))
+
+    return pairs
+
+
 @pytest.fixture
 def endpoint():
     """A running Endpoint."""

@@ -15,6 +15,7 @@ import conftest
 import pytest
 import torch
 import transformers
+from conftest import as_they_end
 
 import agents
 import eval
@@ -98,7 +99,7 @@ def one_agent(**options):
 def play(monkeypatch, pipeline, replies, problems=(SUM,), samples=1, sandbox=None, coach=None):
     """Run a pipeline with scripted replies; returns (episodes, sampler)."""
     sampler = ScriptedSampler(replies)
-    monkeypatch.setattr(rollout, "sample", sampler)
+    monkeypatch.setattr(rollout, "sample_as_they_end", as_they_end(sampler))
     models = {agent.name: agent.name for agent in pipeline.agents}
     sampling = Sampling(("t",), max_new_tokens=8, max_context_tokens=100_000)
     work = (pipeline, models, CHARACTERS, make_episodes(problems, samples), coach or judge.nobody)
@@ -222,12 +223,13 @@ class Backward:
         self.hooks.__exit__(*error)
 
 
-def test_no_logits_are_kept_for_the_backward_pass():
+def test_no_logits_are_kept_for_the_backward_pass(monkeypatch):
     """Symptom: out of memory at the first update of a model with a large vocabulary.
 
     Cause: the logits are made in chunks, but all chunks are kept for the backward pass.
     Guard: nothing that autograd keeps is as large as a chunk's logits, but the head's weights themselves.
     """
+    monkeypatch.setattr(model, "FEW_LOGITS", 0)
     network, _ = tiny([f"w{i:03}" for i in range(994)], seed=1, hidden_size=8, layers=1, heads=1, kv_heads=1)
     assert network.config.vocab_size == 1000
     with Backward() as backward:
@@ -622,7 +624,8 @@ def test_a_reply_of_a_local_coach_that_was_cut_off_is_no_verdict(monkeypatch, tm
     model.save(network, tokenizer, str(tmp_path))
     coach = LocalModel(str(tmp_path), "cpu", torch.float32, max_new_tokens=9)
     ids = CHARACTERS("SCORE: 1")["input_ids"]
-    monkeypatch.setattr(judge, "sample", lambda *_, **__: [Completion(ids, [0.0] * len(ids), truncated)])
+    completion = Completion(ids, [0.0] * len(ids), truncated)
+    monkeypatch.setattr(judge, "sample", lambda model, contexts, *_, **__: [completion] * len(contexts))
     [verdict] = judge.judge_by(coach, [case_of()])
     if truncated:
         assert isinstance(verdict, Failure) and verdict.kind == "reply"
@@ -757,9 +760,9 @@ def draws_of_a_step(monkeypatch, seed, step):
     run.tokenizer, run.sandbox = CHARACTERS, ScriptedSandbox()
     run.models, run.log, run.file = (lambda: models), (lambda *_: None), (lambda name: os.path.join("nowhere", name))
     training, evaluation = ScriptedSampler(TRIES), ScriptedSampler(TRIES)
-    monkeypatch.setattr(rollout, "sample", training)
+    monkeypatch.setattr(rollout, "sample_as_they_end", as_they_end(training))
     train.train_step(run, step, contextlib.nullcontext)
-    monkeypatch.setattr(rollout, "sample", evaluation)
+    monkeypatch.setattr(rollout, "sample_as_they_end", as_they_end(evaluation))
     train.held_out_figures(run, models, step)
     return [set(training.draws), set(evaluation.draws)]
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, as_they_end
 
 import agents
 import eval
@@ -119,7 +119,7 @@ def play(monkeypatch, sandbox, problems, script):
         shown.extend(Shown(case.agent.name, coach_messages(case)[1]["content"]) for case in cases)
         return [Verdict(5, "")] * len(cases)
 
-    monkeypatch.setattr(rollout, "sample", scripted)
+    monkeypatch.setattr(rollout, "sample_as_they_end", as_they_end(scripted))
     models = dict.fromkeys(agent.name for agent in DSBENCH.agents)
     sampling = Sampling(("t",), max_new_tokens=99, max_context_tokens=60_000)
     episodes = run_episodes(DSBENCH, models, tokenizer, make_episodes(problems, 1), coach, sandbox, sampling)
@@ -310,7 +310,6 @@ class Meeting:
         self.batches = batches
         self.events = []  # (what, batch), in order
         self.changed = threading.Condition()
-        self.next_batch = 0
         self.workspaces = 0
 
     def note(self, what, batch):
@@ -324,14 +323,14 @@ class Meeting:
             met = self.changed.wait_for(lambda: self.events.count((what, batch)) == count, timeout=60)
         assert met, f"{what} {batch} was waited for in vain, after {self.events}"
 
-    def sample(self, model, contexts, draws, limit, temperature):
-        batch = self.next_batch
-        self.next_batch += 1
-        self.note("sampling", batch)
-        if batch > 0:
-            self.wait_for("ran", batch - 1, count=2)
-        self.note("sampled", batch)
-        return [completion_of(self.tokenizer, "```python\nprint(1)\n```") for _ in contexts]
+    def sample(self, model, contexts, *_, **limits):
+        for batch in range(self.batches):
+            self.note("sampling", batch)
+            if batch > 0:
+                self.wait_for("ran", batch - 1, count=2)
+            self.note("sampled", batch)
+            for i in (2 * batch, 2 * batch + 1):
+                yield i, completion_of(self.tokenizer, "```python\nprint(1)\n```")
 
     def make_workspace(self, files):
         self.workspaces += 1
@@ -358,7 +357,7 @@ def test_programs_overlap_with_generation(monkeypatch):
     """
     tokenizer = tiny_tokenizer(agents.ARITHMETIC_PIECES)
     meeting = Meeting(tokenizer, batches=4)
-    monkeypatch.setattr(rollout, "sample", meeting.sample)
+    monkeypatch.setattr(rollout, "sample_as_they_end", meeting.sample)
     episodes = make_episodes([Problem(str(i), "1") for i in range(8)], 1)
     pipeline = one_coder(show_result=lambda result: result.output)
     run_episodes(pipeline, {"Coder": None}, tokenizer, episodes, accept_all, meeting, Sampling(("t",), rows=2))
@@ -385,13 +384,15 @@ def test_64_programs_finish_without_a_stall(monkeypatch, capsys):
     busy = f"```python\nimport time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass\n```"
     sampling_time = 0.0
 
-    def scripted(model, contexts, draws, limit, temperature):
+    def scripted(model, contexts, *_, **limits):
         nonlocal sampling_time
-        time.sleep(4 * seconds)
-        sampling_time += 4 * seconds
-        return [completion_of(tokenizer, busy) for _ in contexts]
+        for i in range(len(contexts)):
+            if i % 8 == 0:
+                time.sleep(4 * seconds)
+                sampling_time += 4 * seconds
+            yield i, completion_of(tokenizer, busy)
 
-    monkeypatch.setattr(rollout, "sample", scripted)
+    monkeypatch.setattr(rollout, "sample_as_they_end", scripted)
     pipeline = one_coder(show_result=lambda result: result.status)
     episodes = make_episodes([Problem(str(i), "1") for i in range(64)], 1)
     others = set(agents.descendants(os.getpid()))

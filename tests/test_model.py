@@ -350,21 +350,112 @@ def test_nothing_is_forced_at_either_end():
     assert completion.truncated
 
 
-def test_finished_rows_leave_the_batch(tiny):
+def test_finished_rows_leave_the_batch(tiny, monkeypatch):
     """Symptom: a batch takes as long as its longest row times all its rows.
 
     Cause: rows that have ended go on through the model.
-    Guard: they are dropped at once; pass t has as many rows as there are completions longer than t.
+    Guard: never are more than a quarter of the places free while something goes through the model.
     """
     network, _ = tiny
     sizes = []
-    hook = network.register_forward_hook(lambda module, args, output: sizes.append(len(args[0])))
+    watch_decoding(monkeypatch, lambda tokens, positions, cache, seen: sizes.append(len(tokens)))
     completions = model.sample(network, CONTEXTS * 8, draws(40, 60, seed=2), 60)
-    hook.remove()
     lengths = [len(completion.ids) for completion in completions]
-    assert sizes[1:] == [sum(n > t for n in lengths) for t in range(1, max(lengths))]
-    assert sizes[1] == sum(n > 1 for n in lengths)
-    assert sizes[-1] < sizes[1]
+    for t, size in enumerate(sizes, 1):
+        live = sum(n > t for n in lengths)
+        assert live <= size <= 4 / 3 * live
+    assert sizes[-1] < sizes[0]
+
+
+def watch_decoding(monkeypatch, look):
+    """Have a function look at the arguments of each decoding pass."""
+    decode = model.Transformer.decode
+
+    def watched(self, *arguments):
+        look(*arguments)
+        return decode(self, *arguments)
+
+    monkeypatch.setattr(model.Transformer, "decode", watched)
+
+
+RAGGED = [list(range(6, 6 + n)) for n in (5, 11, 2, 7, 3, 9, 2, 14, 4, 6, 8, 3)]
+
+
+def bytes_for(network, rows, slots):
+    """What so many rows and slots take in the cache."""
+    return rows * slots * model.KVCache(network.config, "cpu", torch.float32).bytes_a_slot
+
+
+@pytest.mark.parametrize("rows, cache_slots", [(256, None), (3, None), (256, 3), (256, 1), (2, 5)])
+@pytest.mark.parametrize("order", ["as it is", "reversed"])
+def test_tokens_do_not_depend_on_the_room_for_them(tiny, monkeypatch, rows, cache_slots, order):
+    """Symptom: out of memory; or other samples on a smaller machine.
+
+    Guard: contexts wait for room, take the places of those that ended, and step back where longer ones need it; each
+    token is decided by its own uniform number, so it is the same whatever the budget and the order.
+    """
+    network, _ = tiny
+    uniforms = draws(len(RAGGED), 70, seed=3)
+    expected = [model.sample(network, [c], u[None], 70)[0] for c, u in zip(RAGGED, uniforms, strict=True)]
+    sizes = []
+    watch_decoding(monkeypatch, lambda tokens, positions, cache, seen: sizes.append((cache.rows, cache.slots)))
+    places = list(range(len(RAGGED)))[:: -1 if order == "reversed" else 1]
+    limits = dict(rows=rows, prefill_budget=20)
+    if cache_slots:
+        limits["cache_bytes"] = bytes_for(network, cache_slots, 64)
+    found = model.sample(network, [RAGGED[i] for i in places], uniforms[places], 70, **limits)
+    for i, completion in zip(places, found, strict=True):
+        assert completion.ids == expected[i].ids
+        assert completion.truncated == expected[i].truncated
+        assert completion.logprobs == pytest.approx(expected[i].logprobs, abs=1e-4)
+    assert max(rows_used for rows_used, _ in sizes) <= rows
+    if cache_slots:
+        assert all(used == 1 or used * slots <= cache_slots * 64 for used, slots in sizes)
+
+
+def test_rows_that_are_looked_at_seldom_are_the_same(tiny, monkeypatch):
+    """On a GPU the host looks at every eighth token only; what a row draws behind its stop counts for nothing."""
+    network, _ = tiny
+    uniforms = draws(len(RAGGED), 30, seed=3)
+    expected = model.sample(network, RAGGED, uniforms, 30)
+    begin = model.Batch.__init__
+
+    def like_a_gpu(self, *arguments):
+        begin(self, *arguments)
+        self.look_every, self.slot_step = 8, 256
+
+    monkeypatch.setattr(model.Batch, "__init__", like_a_gpu)
+    found = model.sample(network, RAGGED, uniforms, 30, rows=5)
+    assert [(c.ids, c.truncated) for c in found] == [(c.ids, c.truncated) for c in expected]
+
+
+def test_a_place_does_not_stay_free_while_contexts_wait(tiny, monkeypatch):
+    """Symptom: batch after batch, each as long as its longest row. Guard: with 4 places, 4 are in use to the end."""
+    network, _ = tiny
+    sizes = []
+    watch_decoding(monkeypatch, lambda tokens, positions, cache, seen: sizes.append(int((positions > 0).sum())))
+    completions = model.sample(network, RAGGED * 4, draws(48, 40, seed=4), 40, rows=4)
+    passes = sum(len(completion.ids) - 1 for completion in completions)
+    assert sum(sizes) == passes
+    assert len(sizes) < passes / 4 + 40  # all but the last ones ran four at a time
+
+
+def test_equal_contexts_are_prefilled_once(tiny, monkeypatch):
+    """The samples of a problem have one context: it goes through the model once, and each row draws its own tokens."""
+    network, _ = tiny
+    prefill, seen = model.Transformer.prefill, []
+
+    def watched(self, contexts, cache, places):
+        seen.extend(contexts)
+        return prefill(self, contexts, cache, places)
+
+    monkeypatch.setattr(model.Transformer, "prefill", watched)
+    uniforms = draws(6, 12, seed=5)
+    found = model.sample(network, [CONTEXTS[0], CONTEXTS[1]] * 3, uniforms, 12)
+    assert sorted(seen) == sorted([tuple(CONTEXTS[0]), tuple(CONTEXTS[1])])
+    monkeypatch.undo()
+    for i, completion in enumerate(found):
+        assert completion.ids == model.sample(network, [CONTEXTS[i % 2]], uniforms[i : i + 1], 12)[0].ids
 
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -385,6 +476,7 @@ def test_logits_of_all_tokens_never_exist_at_once(tiny, monkeypatch):
         return original(self, hidden, temperature)
 
     monkeypatch.setattr(model.Transformer, "logits", counted)
+    monkeypatch.setattr(model, "FEW_LOGITS", 0)
 
     def score(chunk):
         """The log-probabilities of 300 tokens, and the gradient of their sum."""

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from conftest import as_they_end
 
 import judge
 import rollout
@@ -48,7 +49,7 @@ def play(monkeypatch, sandbox, tokenizer):
                 completions.append(Completion(ids, [-0.5] * len(ids), truncated=False))
             return completions
 
-        monkeypatch.setattr(rollout, "sample", scripted)
+        monkeypatch.setattr(rollout, "sample_as_they_end", as_they_end(scripted))
         models = {agent.name: None for agent in pipeline.agents}
         episodes = make_episodes(problems, 1)
         return run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import Status
+from conftest import Status, as_they_end
 from test_judge import QUESTION, api
 
 import agents
@@ -264,7 +264,7 @@ def test_every_part_of_an_actions_identity_changes_its_draws(monkeypatch):
         def run(self, code, workspace):
             return agents.Result("error", "", 1, 0.0)
 
-    monkeypatch.setattr(rollout, "sample", scripted)
+    monkeypatch.setattr(rollout, "sample_as_they_end", as_they_end(scripted))
     problems = [Problem("p", "1", "1", solution="1"), Problem("q", "2", "2", solution="2")]
     models = dict.fromkeys([agent.name for agent in ARITHMETIC.agents])
     expected = set()
