@@ -369,7 +369,8 @@ def evaluate_systems(options, setup, device):
 def load_models(folders, names, setup, device):
     """(agent name -> its model, tokenizer), each folder loaded once."""
     positions = setup.max_context_tokens + setup.max_new_tokens
-    loaded = {folder: load(folder, device, compute_dtype(device), positions) for folder in dict.fromkeys(folders)}
+    bases = {}
+    loaded = {f: load(f, device, compute_dtype(device), positions, bases) for f in dict.fromkeys(folders)}
     models = {name: loaded[folder][0] for name, folder in zip(names, folders, strict=True)}
     return models, loaded[folders[0]][1]
 

@@ -31,6 +31,7 @@ Sample up to three tokens from an untrained model:
 Compare a model of yours with transformers:  MAPPA_TEST_MODEL=FOLDER pytest tests/test_real_model.py
 """
 
+import copy
 import json
 import math
 import os
@@ -438,6 +439,51 @@ class Transformer(nn.Module):
         return logits
 
 
+# ---- LoRA: a small trained correction for each linear layer of a frozen model ---------------------
+
+LORA_ALPHA = 32  # the correction is multiplied by LORA_ALPHA / rank, so that ranks share a learning rate
+
+
+class LoraLinear(nn.Module):
+    """y = W x + b + (alpha / r) B A x, with W and b frozen and A [r, in], B [out, r] trained (arXiv 2106.09685)."""
+
+    def __init__(self, linear, rank, generator):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias  # those of the frozen model, not copies
+        drawn = 2 * torch.rand(rank, linear.in_features, generator=generator) - 1
+        self.lora_A = nn.Parameter((drawn / math.sqrt(linear.in_features)).to(self.weight))
+        self.lora_B = nn.Parameter(self.weight.new_zeros(linear.out_features, rank))  # so the start is the frozen model
+        self.scale = LORA_ALPHA / rank
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
+
+    def merged(self):
+        """The weight [out, in] that does the same alone, in float32."""
+        return self.weight.float() + self.scale * self.lora_B.float() @ self.lora_A.float()
+
+
+def with_adapter(base, rank, seed=0):
+    """A model that shares the frozen weights of `base` and has its own LoRA on all linear layers of the blocks.
+
+    Freezes the base, which stays the model without adapters: it can serve many, and as KL reference.
+    """
+    base.requires_grad_(False)
+    model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})  # these are not copied
+    generator = torch.Generator().manual_seed(seed)
+    for block in model.layers:
+        for part in (block.self_attn, block.mlp):
+            for name, module in list(part.named_children()):
+                if isinstance(module, nn.Linear):
+                    setattr(part, name, LoraLinear(module, rank, generator))
+    return model
+
+
+def adapters(model):
+    """name -> LoraLinear, of all in a model; none where it has no adapter."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
 # ---- Sampling ------------------------------------------------------------------------------------
 
 
@@ -744,13 +790,23 @@ PLAIN_CHAT = (
 )
 
 
-def load(path, device="cpu", dtype=torch.float32, positions=0):
-    """Load (model, tokenizer) from a Hugging Face folder, or from a hub id, which is downloaded.
+def load(path, device="cpu", dtype=torch.float32, positions=0, bases=None):
+    """Load (model, tokenizer) from a Hugging Face folder or an adapter folder, or from a hub id, which is downloaded.
 
     positions: how long contexts and completions together may get; a model that is made for fewer is
-    refused. Raises InputError then, and when the folder or a file is missing, when the architecture
-    is not supported, or when a tensor is missing, left over or of the wrong shape.
+    refused.
+    bases: path -> (model, tokenizer) of bases that are loaded already; adapters share them.
+    Raises InputError when the folder or a file is missing, when the architecture is not supported,
+    when a tensor is missing, left over or of the wrong shape, or when there are too few positions.
     """
+    if os.path.exists(os.path.join(path, "adapter_config.json")):
+        bases = {} if bases is None else bases
+        base_path = read_json(path, "adapter_config.json").get("base_model_name_or_path", "")
+        if base_path not in bases:
+            bases[base_path] = load(base_path, device, dtype, positions)
+        base, tokenizer = bases[base_path]
+        return load_adapter(path, base), tokenizer
+
     # config, first of all: it says what is unsupported before the slow parts
     folder = path if os.path.isdir(path) else download(path)
     hf_config = read_json(folder, "config.json")
@@ -837,13 +893,17 @@ def read_weights(folder):
         names = set(index["weight_map"].values()) if index else names
     weights = {}
     for name in sorted(names):
-        path = os.path.join(folder, name)
-        require(os.path.exists(path), f"{folder} has no {name}")
-        try:
-            weights |= load_file(path)
-        except SafetensorError as error:
-            raise InputError(f"{path} is damaged: {error}") from None
+        weights |= read_safetensors(os.path.join(folder, name))
     return weights
+
+
+def read_safetensors(path):
+    """The {name: tensor} of a file. Raises InputError where it is missing or damaged."""
+    require(os.path.exists(path), f"{os.path.dirname(path)} has no {os.path.basename(path)}")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise InputError(f"{path} is damaged: {error}") from None
 
 
 def match_weights(model, weights, folder):
@@ -889,10 +949,12 @@ def compute_dtype(device):
 
 
 def save(model, tokenizer, path):
-    """Write a Hugging Face folder, which load(), transformers and vLLM open."""
+    """Write a Hugging Face folder, which load(), transformers and vLLM open. An adapter is merged into the weights."""
     # weights
     os.makedirs(path, exist_ok=True)
-    tensors = {hf_name(name): p.detach().cpu().clone() for name, p in model.named_parameters()}
+    tensors = {name: p.detach() for name, p in model.named_parameters() if "lora_" not in name}
+    tensors |= {f"{name}.weight": module.merged().to(module.weight.dtype) for name, module in adapters(model).items()}
+    tensors = {hf_name(name): tensor.cpu().clone() for name, tensor in tensors.items()}
     save_file(tensors, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
 
     # tokenizer, under a class name that transformers 4 knows as well
@@ -907,6 +969,41 @@ def save(model, tokenizer, path):
     hf_config["torch_dtype"] = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
     write_json(path, "config.json", hf_config)
     write_json(path, "generation_config.json", {"eos_token_id": model.stop_ids})
+
+
+def save_adapter(model, base, path):
+    """Write the adapter of a model as peft does; base: folder or hub id of the frozen model."""
+    os.makedirs(path, exist_ok=True)
+    found = adapters(model)
+    tensors = {}
+    for name, module in found.items():
+        for part in ("lora_A", "lora_B"):
+            tensors[f"{PEFT_PREFIX}{name}.{part}.weight"] = getattr(module, part).detach().cpu().clone()
+    save_file(tensors, os.path.join(path, "adapter_model.safetensors"), metadata={"format": "pt"})
+    settings = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True)
+    settings |= dict(r=len(next(iter(found.values())).lora_A), lora_alpha=LORA_ALPHA, lora_dropout=0.0, bias="none")
+    settings |= dict(target_modules=sorted({name.rpartition(".")[2] for name in found}), fan_in_fan_out=False)
+    write_json(path, "adapter_config.json", settings)
+
+
+PEFT_PREFIX = "base_model.model.model."  # what peft puts before the names of modules
+
+
+def load_adapter(path, base):
+    """The model of an adapter folder over its loaded base. Raises InputError where they do not fit each other."""
+    settings = read_json(path, "adapter_config.json", what="adapter folder")
+    known = settings.get("peft_type") == "LORA" and settings.get("lora_alpha") == LORA_ALPHA
+    require(known and isinstance(settings.get("r"), int), f"{path} is no LoRA adapter of ours (alpha {LORA_ALPHA})")
+    model = with_adapter(base, settings["r"])
+    tensors = read_safetensors(os.path.join(path, "adapter_model.safetensors"))
+    for name, module in adapters(model).items():
+        for part in ("lora_A", "lora_B"):
+            own, theirs = getattr(module, part), tensors.pop(f"{PEFT_PREFIX}{name}.{part}.weight", None)
+            fits = theirs is not None and theirs.shape == own.shape
+            require(fits, f"{path}: {name}.{part} is missing, or of another shape than {list(own.shape)}")
+            own.data.copy_(theirs)
+    require(not tensors, f"{path} has {len(tensors)} tensors that this model lacks, such as {min(tensors, default='')}")
+    return model
 
 
 def write_json(folder, name, content):
@@ -969,3 +1066,21 @@ def tiny(pieces, seed=0, hidden_size=64, layers=3, heads=4, kv_heads=2):
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
     return model, tokenizer
+
+
+def main(argv):
+    """python model.py merge ADAPTER OUT: write a whole Hugging Face folder out of an adapter and its base."""
+    if len(argv) != 3 or argv[0] != "merge":
+        print(main.__doc__, file=sys.stderr)
+        return 2
+    try:
+        model, tokenizer = load(argv[1])
+    except InputError as error:
+        print(f"model.py: {error}", file=sys.stderr)
+        return 2
+    save(model, tokenizer, argv[2])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

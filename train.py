@@ -59,7 +59,7 @@ import rollout
 from agents import InputError, digest, read_json, require, write_atomically
 from eval import kind_figures, latest_checkpoint, print_summary, shown, summarise, summarise_agent
 from judge import ApiModel, Failure, LocalModel, has_rules, judge_by, nobody, rules
-from model import Transformer, compute_dtype, load, save, tiny, token_logprobs
+from model import Transformer, compute_dtype, load, save, save_adapter, tiny, token_logprobs, with_adapter
 from rollout import Action, RunError, Sampling, Stopped, all_reduce, barrier, collect, gather, rank, together, world
 
 # ---- Configuration -------------------------------------------------------------------------------
@@ -87,6 +87,7 @@ class Config:
     reward: Literal["process", "outcome", "mixed"] = "process"  # coach scores, the end result, or their mean
     advantage: Literal["reinforce++", "grpo", "rloo"] = "reinforce++"  # see set_advantages()
     share_weights: bool = False  # one set of weights for all agents, the control experiment
+    lora_rank: int = 0  # train adapters of this rank over one frozen model for all agents; 0: all weights. See README
     mask_truncated: bool = True  # leave actions that hit the generation limit out of the update
     train_batch: int = 32  # episodes for each optimizer step
     beta: float = 0.01  # weight of the KL penalty in the reward
@@ -171,7 +172,7 @@ FREE_ON_RESUME = {
 
 # the numbers that may be 0, and those that lie in 0 to 1; all others are over 0
 FROM_ZERO = {
-    *("seed", "beta", "clip", "importance_cap", "weight_decay", "warm_steps", "train_subset", "keep"),
+    *("seed", "beta", "clip", "importance_cap", "weight_decay", "warm_steps", "train_subset", "keep", "lora_rank"),
     *("eval_problems", "eval_every", "judge_budget_calls", "judge_budget_tokens", "collective_timeout", "cache_gib"),
 }
 SHARES = {"lr_warmup", "lr_final", "max_failures", "adam_beta1", "adam_beta2"}
@@ -514,7 +515,7 @@ class ShardedAdamW:
     """
 
     def __init__(self, model, config):
-        parameters = list(model.parameters())
+        parameters = [p for p in model.parameters() if p.requires_grad]  # with LoRA those of the adapter
         self.config = config
         self.updates = 0
         self.gradient = None  # float32 sums, while gradients are accumulated
@@ -740,9 +741,10 @@ def publish_folder(partial_folder, final):
 OWN_FILES = re.compile(r"(step_\d{6}|base|claim|latest|config\.json|[a-z_]+\.jsonl)((\.\d+){0,2}\.partial)?")
 
 
-def save_checkpoint(out, step, policies, tokenizer, keep=0):
+def save_checkpoint(out, step, policies, tokenizer, keep=0, base=""):
     """Write OUT/step_NNNNNN: each agent's Hugging Face folder, and the optimizers' shards. All processes call it.
 
+    base: of adapters, the folder or hub id of the frozen model; then an agent's folder is as peft has it.
     keep: how many steps' models stay, the newest; 0: all. Raises RunError on a process that cannot
     write; the last checkpoint is then as it was.
     """
@@ -750,7 +752,7 @@ def save_checkpoint(out, step, policies, tokenizer, keep=0):
     if latest_checkpoint(out) == name:
         return  # replacing it would leave a moment without any
     together(write_or_fail, out, start_checkpoint, name)
-    together(write_or_fail, out, write_checkpoint, name, policies, tokenizer)
+    together(write_or_fail, out, write_checkpoint, name, policies, tokenizer, base)
     together(write_or_fail, out, publish_checkpoint, name, step, keep)
 
 
@@ -770,14 +772,17 @@ def start_checkpoint(out, name):
         os.makedirs(os.path.join(out, name + ".partial", "optimizer"))
 
 
-def write_checkpoint(out, name, policies, tokenizer):
+def write_checkpoint(out, name, policies, tokenizer, base):
     """Write this process's shards, and the first process the models."""
     folder = os.path.join(out, name + ".partial")
     for policy in policies:
         policy.optimizer.save(os.path.join(folder, "optimizer", policy.agents[0]))
         if rank() == 0:
             for agent in policy.agents:
-                save(policy.model, tokenizer, os.path.join(folder, agent))
+                if base:
+                    save_adapter(policy.model, base, os.path.join(folder, agent))
+                else:
+                    save(policy.model, tokenizer, os.path.join(folder, agent))
 
 
 def publish_checkpoint(out, name, step, keep):
@@ -914,7 +919,8 @@ class Run:
 
     def save(self, step):
         """Write a checkpoint, and forget old ones. A collective."""
-        save_checkpoint(self.config.out, step, self.policies, self.tokenizer, self.config.keep)
+        base = start_path(self.config) if self.config.lora_rank else ""
+        save_checkpoint(self.config.out, step, self.policies, self.tokenizer, self.config.keep, base)
 
 
 def read_problems(config):
@@ -1019,12 +1025,18 @@ def check_run_folder(config):
 
 
 def make_policies(start, pipeline, config):
-    """One Policy for each agent, or a single one with --share-weights; each a copy of the starting model."""
+    """One Policy for each agent, or a single one with --share-weights; each starts as the starting model.
+
+    start stays as it is, the KL reference: policies are copies of it, or adapters over it.
+    """
     names = tuple(agent.name for agent in pipeline.agents)
     groups = [names] if config.share_weights else [(name,) for name in names]
     policies = []
     for group in groups:
-        model = copy.deepcopy(start)
+        if config.lora_rank:
+            model = with_adapter(start, config.lora_rank, digest("adapter", config.seed, group) % 2**63)
+        else:
+            model = copy.deepcopy(start)
         model.gradient_checkpointing = config.gradient_checkpointing
         policies.append(Policy(group, model, ShardedAdamW(model, config)))
     return policies
@@ -1075,11 +1087,18 @@ def load_start(config, device, problems):
     return start
 
 
+def start_path(config):
+    """The model that every agent starts from: what --model names (a folder by its whole path), or the embedded one."""
+    if config.model and not os.path.isdir(config.model):
+        return config.model
+    return os.path.abspath(config.model or os.path.join(config.out, "base"))
+
+
 def print_start(run, device):
     """Say what is about to be trained, and how much disk it takes."""
     if run.pipeline.preload:
         print(f"the agents' programs find these libraries installed: {agents.LIBRARIES}")
-    weights = sum(p.numel() for p in run.reference.parameters())
+    weights = run.policies[0].optimizer.size
     print(f"{len(run.policies)} x {weights:,} weights, {world()} x {device.type}, run folder {run.config.out}")
     models = len(run.pipeline.agents) * weights * run.reference.embed_tokens.weight.element_size()
     optimizer = len(run.policies) * weights * 12  # master weights and two moments in float32
