@@ -17,8 +17,10 @@ Watch agents at work:  python train.py --warm-steps 60 --steps 1; head -n 1 runs
 import json
 import os
 import sys
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -127,12 +129,30 @@ def make_episodes(problems, samples):
 # ---- Running -------------------------------------------------------------------------------------
 
 
-def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling):
+class Stopwatch:
+    """Where the time of a step goes: seconds by the name of a part, by this process's clock."""
+
+    def __init__(self):
+        self.seconds = Counter()
+
+    @contextmanager
+    def part(self, name):
+        """Count the seconds of this block."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.monotonic() - started
+
+
+def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling, stopwatch=None):
     """Run the pipeline on new episodes, in place; returns them.
 
     models: agent name -> Transformer; coach: Cases -> verdicts. When this returns, every action has
-    its verdict and no workspace is left.
+    its verdict and no workspace is left. stopwatch: counts sampling, and waiting for programs and
+    for the coach.
     """
+    stopwatch = stopwatch or Stopwatch()
     programs = ThreadPoolExecutor(16)  # its threads only wait: the sandbox counts the cores
     background = ThreadPoolExecutor(1)  # for the coach
     judging = []  # (actions, Future of one verdict for each)
@@ -148,14 +168,18 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling
                 acting, contexts = next_contexts(pipeline, agent, turn, acting, tokenizer, sampling)
                 # sample; the program of a reply runs while others are still being written
                 finishing = {}  # index of an episode -> Future of its case
-                for episode in sample_replies(agent, turn, acting, contexts, models[agent.name], tokenizer, sampling):
-                    finishing[episode.index] = programs.submit(finish_action, pipeline, agent, episode, sandbox)
-                cases = [finishing[episode.index].result() for episode in acting]
+                model = models[agent.name]
+                with stopwatch.part("sampling"):
+                    for episode in sample_replies(agent, turn, acting, contexts, model, tokenizer, sampling):
+                        finishing[episode.index] = programs.submit(finish_action, pipeline, agent, episode, sandbox)
+                with stopwatch.part("programs"):
+                    cases = [finishing[episode.index].result() for episode in acting]
                 # the coach works while the next agent, or the next turn, is sampled
                 judging.append(([episode.actions[-1] for episode in acting], background.submit(coach, cases)))
-        for actions, verdicts in judging:
-            for action, verdict in zip(actions, verdicts.result(), strict=True):
-                action.verdict = verdict
+        with stopwatch.part("coach"):
+            for actions, verdicts in judging:
+                for action, verdict in zip(actions, verdicts.result(), strict=True):
+                    action.verdict = verdict
     finally:
         # on an error or a signal do not wait for running programs: closing the sandbox ends them
         failed = sys.exc_info()[0] is not None
@@ -167,18 +191,20 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling
     return episodes
 
 
-def collect(pipeline, models, tokenizer, problems, samples, coach, sandbox, sampling, interruptible=nullcontext):
+def collect(
+    pipeline, models, tokenizer, problems, samples, coach, sandbox, sampling, interruptible=nullcontext, stopwatch=None
+):
     """Run `samples` episodes for each problem, dealt out to all processes, which call this together.
 
     interruptible: context manager in which a signal may raise Stopped: weights do not change while
-    episodes run. Returns (this process's Episodes, the records of all processes in order of their
-    index).
+    episodes run. stopwatch: see run_episodes(). Returns (this process's Episodes, the records of all
+    processes in order of their index).
     """
     episodes = make_episodes(problems, samples)
 
     def run():
         with interruptible():
-            run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling)
+            run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling, stopwatch)
 
     together(run)
     records = gather([record(episode) for episode in episodes])

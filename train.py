@@ -633,15 +633,18 @@ class Policy:
     optimizer: ShardedAdamW
 
 
-def update_policy(policy, reference, scored, step, config):
+def update_policy(policy, reference, scored, step, config, stopwatch=None):
     """All optimizer steps of a policy for rollout `step` = 1..; returns agent -> metrics.
 
     scored: this process's TrainedActions of the policy's agents. Every process must call this, also
-    without any.
+    without any. stopwatch: counts scoring and update.
     """
+    stopwatch = stopwatch or rollout.Stopwatch()
+
     # advantages
     updates = math.ceil(config.problems * config.samples / config.train_batch)
-    fill_old_and_kl(policy.model, reference, scored, updates, config)
+    with stopwatch.part("scoring"):
+        fill_old_and_kl(policy.model, reference, scored, updates, config)
     for name in policy.agents:
         set_advantages([s for s in scored if s.action.agent == name], config)
 
@@ -659,8 +662,9 @@ def update_policy(policy, reference, scored, step, config):
         lr = learning_rate((step - 1) * updates + update, config.steps * updates, config)
         if count == 0:  # all processes agree; without this, Adam would move on old gradients alone
             continue
-        accumulate(policy, micro_batches_of(scored, update, config), count, config)
-        norms.append(policy.optimizer.step(lr))
+        with stopwatch.part("update"):
+            accumulate(policy, micro_batches_of(scored, update, config), count, config)
+            norms.append(policy.optimizer.step(lr))
         if not math.isfinite(norms[-1]):
             raise RunError(f"step {step}: a gradient of {policy.agents[0]} is not finite", everywhere=True)
 
@@ -1190,14 +1194,23 @@ def train_step(run, step, interruptible):
 
     Raises Stopped while episodes run, if a signal comes: nothing of the step is then recorded.
     """
-    started, config = time.monotonic(), run.config
+    config, stopwatch = run.config, rollout.Stopwatch()
+    started = time.monotonic()
 
     # collect episodes, each process its share; record them all
     problems = problems_of_step(run.problems, step, config.problems, config.seed)
     sampling = make_sampling(config, ("train", config.seed, step))
-    models, samples = run.models(), config.samples
     episodes, records = collect(
-        run.pipeline, models, run.tokenizer, problems, samples, run.coach, run.sandbox, sampling, interruptible
+        run.pipeline,
+        run.models(),
+        run.tokenizer,
+        problems,
+        config.samples,
+        run.coach,
+        run.sandbox,
+        sampling,
+        interruptible,
+        stopwatch,
     )
     run.log("episodes.jsonl", [dict(step=step) | r for r in records])
     stop_if_coach_fails(run, records, step)
@@ -1207,14 +1220,23 @@ def train_step(run, step, interruptible):
     by_agent = {}
     for policy in run.policies:
         own = [s for s in scored if s.action.agent in policy.agents]
-        for name, metrics in update_policy(policy, run.reference, own, step, config).items():
+        for name, metrics in update_policy(policy, run.reference, own, step, config, stopwatch).items():
             by_agent[name] = summarise_agent(records, name) | metrics
 
     line = dict(step=step, accuracy=sum(r["correct"] for r in records) / len(records))
     line |= dict(seconds=time.monotonic() - started, agents=by_agent, kinds=kind_figures(records))
+    line["parts"] = time_figures(stopwatch, records)
     if run.api:
         line["judge"] = api_metrics(run.api)
     return line
+
+
+def time_figures(stopwatch, records):
+    """Seconds by part of a step, by this process's clock, and tokens a second, of all processes together."""
+    seconds = dict(stopwatch.seconds)
+    tokens = sum(action["tokens"] for r in records for action in r["actions"])
+    per_second = {f"{what}_per_second": tokens / seconds[what] for what in ("sampling", "update") if seconds.get(what)}
+    return seconds | per_second
 
 
 def problems_of_step(problems, step, count, seed):

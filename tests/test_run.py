@@ -55,7 +55,7 @@ def metrics(out):
     """The lines of metrics.jsonl, but for the time that they took."""
     without_time = lines(out / "metrics.jsonl")
     for line in without_time:
-        del line["seconds"]
+        del line["seconds"], line["parts"]
     return without_time
 
 
@@ -116,7 +116,11 @@ def test_the_default_command_and_its_evaluation(tmp_path):
     written = lines(out / "metrics.jsonl")
     assert [line["step"] for line in written] == [1, 2]
     for line in written:
-        assert set(line) == {"step", "accuracy", "seconds", "agents", "kinds"}
+        assert set(line) == {"step", "accuracy", "seconds", "parts", "agents", "kinds"}
+        parts = line["parts"]
+        timed = {"sampling", "programs", "coach", "scoring", "update"}
+        assert set(parts) == timed | {"sampling_per_second", "update_per_second"}
+        assert sum(parts[name] for name in timed) <= line["seconds"] and all(seconds >= 0 for seconds in parts.values())
         assert 0 <= line["accuracy"] <= 1 and line["seconds"] > 0 and line["kinds"] == {}
         for agent in AGENTS:
             figures = line["agents"][agent]
