@@ -8,15 +8,19 @@ prompt is rendered to token ids once, by the tokenizer's chat template. A furthe
 ids and is never rendered again from text.
 
 Part one: problems, agents and pipelines; prompts as token ids; the four pipelines; problem files.
-Part two: the one tool that agents have, a Python sandbox. It is why this file imports the standard
-library only: started as a script, this file is the sandbox's small server process.
+Part two: the one tool that agents have, a Python sandbox; on a first reading skip it and go on with
+model.py. It is why this file imports the standard library only at its top: started as a script,
+this file is the sandbox's small server process.
 
 Words, here and in the other files:
     episode      one run of all agents on one problem; --samples of them for each problem
-    action       one whole generation of one agent, and what its program answered; a turn is its number in the episode
+    action       one whole generation of one agent, and what its program answered (its observation)
+    turn         an action's number among those of the same agent in an episode, from 0
+    grade, outcome   how an episode ended, by the truth: a right answer, or a valid submission and how good it is
+    workspace    an episode's folder, in which programs run and files stay
     context      the token ids that an action was sampled under; completion: the ids that were sampled
     coach        who scores actions; to judge is what it does (hence judge.py and the options --judge...)
-    verdict      what the coach says of an action; grade: what the truth says of an episode
+    verdict      what the coach says of an action: a score and a reason
     step         one rollout and its updates, counted from 1
     update       one optimizer step; a step has (--problems x --samples) / --train-batch of them for each policy
     micro-batch  the actions that go through the model at once, in an update
@@ -122,8 +126,8 @@ class Problem:
 @dataclass(frozen=True)
 class Agent:
     name: str
-    prompt: str  # template of the user message; {problem}, {files}, and earlier agents' {NAME}, {NAME_output} go in
-    role: str = ""  # template of the system message
+    prompt: str  # template of the user message, filled with handed_on(): {problem}, {files}, {NAME}, {NAME_output}
+    role: str = ""  # template of the system message; {max_new_tokens} goes in as well
     max_actions: int = 1
     uses_tools: bool = False  # the code blocks of its reply run as one program
     coach_sees_truth: bool = False  # only then is the coach shown the true answer, or how good the submission is
@@ -165,7 +169,7 @@ class Demonstration:
 
 
 def after_thinking(text):
-    """The part of a reply behind its thinking part; nothing if the thinking never ended.
+    """The part of a reply after its thinking part; nothing if the thinking never ended.
 
     >>> after_thinking("<think>12 or 13?</think>It is 12."), after_thinking("<think>12 or"), after_thinking("12")
     ('It is 12.', '', '12')
@@ -277,7 +281,7 @@ def show_file_list(files):
 
 
 def defuse(text, tokenizer):
-    """Break up what would become a token of its own, so that an agent cannot end another one's prompt by writing one.
+    """Put a space into every special token that a text spells out, so that an agent cannot end another one's message.
 
     NOTE: all added tokens, also those that a tokenizer does not call special: R1-Distill's role
     marks are such. (Some tokenizers add runs of white space, or single characters: these are plain
@@ -332,13 +336,22 @@ def takes_system(tokenizer):
 
 
 def turn_end(tokenizer):
-    """The id that the chat template writes behind a reply; None if that is no token of its own."""
-    mark = "<reply>"
-    conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
-    text = chat_text(tokenizer, [*conversation, {"role": "user", "content": "?"}])
-    ids = tokenizer(text.partition(mark)[2], add_special_tokens=False)["input_ids"]
+    """The id that the chat template writes after a reply; None if that is no token of its own."""
+    ids = ids_after_reply(tokenizer, "?")
     own = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     return ids[0] if ids and ids[0] in own else None
+
+
+def ids_after_reply(tokenizer, message, **switches):
+    """What the chat template puts after a reply if this message of the user follows, up to the next reply."""
+    mark = "<reply>"
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": mark},
+        {"role": "user", "content": message},
+    ]
+    text = chat_text(tokenizer, messages, **switches)
+    return tokenizer(text.partition(mark)[2], add_special_tokens=False)["input_ids"]
 
 
 def render(tokenizer, agent, values, **switches):
@@ -367,16 +380,9 @@ def extend(tokenizer, context_ids, ids, observation, **switches):
     out, and some templates rewrite history (Qwen3 drops earlier thinking), so the agent would be
     trained on what it never saw.
     """
-    mark = "<reply>"
-    messages = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": mark},
-        {"role": "user", "content": defuse(observation, tokenizer)},
-    ]
-    text = chat_text(tokenizer, messages, **switches)
-    rest = tokenizer(text.partition(mark)[2], add_special_tokens=False)["input_ids"]
-    # the template ends the reply with a terminator, which the action has already, unless it was
-    # truncated
+    rest = ids_after_reply(tokenizer, defuse(observation, tokenizer), **switches)
+    # the template ends the reply with its terminator: leave that out where the action ended with it
+    # (and not with the limit, or with another stop id)
     if rest[0] == ids[-1]:
         rest = rest[1:]
     return context_ids + ids + rest
@@ -457,7 +463,8 @@ def data_agent(name, role, before, must_write, coach_sees_truth=False):
     """An agent of DSBench. It sees the task, the files, and what the agent `before` it said last, if there is one."""
     last = f"\n\nThe {before}'s last message:\n{{{before}}}\n\nWhat its program answered:\n{{{before}_output}}"
     prompt = TASK + last if before else TASK
-    return Agent(name, prompt, DATA_TEAM + role, 4, True, coach_sees_truth, must_write)
+    rights = dict(max_actions=4, uses_tools=True, coach_sees_truth=coach_sees_truth, must_write=must_write)
+    return Agent(name, prompt, DATA_TEAM + role, **rights)
 
 
 DSBENCH = Pipeline(
@@ -513,7 +520,7 @@ def value_of(expression):
 
 
 def is_held_out(text):
-    """Is this one of every fifth? By its digest, so that train and held-out problems are disjoint by construction."""
+    """True for one text in five, chosen by its digest, so that problems to train on and held-out ones never overlap."""
     return digest("split", text) % 5 == 0
 
 
@@ -623,7 +630,7 @@ class Schema:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One step of a right program, what may stand in its place, and how a program without it is scored."""
+    """A step of a right program, wrong texts for it (perhaps none), and the score of a program that lacks it."""
 
     old: str  # the step, or enough of it to know it by
     new: tuple  # wrong texts in its place, "" for none; empty: demonstrations always have the step
@@ -677,7 +684,9 @@ X, classes = np.c_[X, np.ones(len(X))], np.unique(y)
 
 $right_model
 
-W = np.linalg.solve(X.T @ X + 0.1 * np.eye(X.shape[1]), X.T @ Y)
+"""
+    + RIGHT_FIT
+    + """
 
 np.savez('model', W=W, classes=classes)""",
     "Analyst": """\
@@ -825,10 +834,10 @@ def table_problem(name, schema, question, rng):
     for i, row_id in enumerate([*range(60), *rng.sample(range(1000, 9999), 40)]):
         z = {column: rng.gauss(0, 1) for column in schema.numbers}
         word = rng.choice("abc")
-        truth = sum(weights[column] * z[column] for column in schema.numbers) + effects[word] + rng.gauss(0, 0.3)
-        target = "yes" if truth > 0 else "no"
+        signal = sum(weights[column] * z[column] for column in schema.numbers) + effects[word] + rng.gauss(0, 0.3)
+        target = "yes" if signal > 0 else "no"
         if schema.kind == "regression":
-            target = f"{50 + 10 * truth:.2f}"
+            target = f"{50 + 10 * signal:.2f}"
         cells = [row_id, *[f"{scales[column] * (5 + z[column]):.4g}" for column in schema.numbers], word]
         if rng.random() < 0.2:
             cells[1] = ""  # a gap in the first number column
@@ -885,7 +894,8 @@ def show_file_names(files):
 
 def table_agent(name, must_write, coach_sees_truth=False):
     """An agent of the tables pipeline: it sees the task and the names of the files that are there."""
-    return Agent(name, name + ": {problem}; {files}", "", 2, True, coach_sees_truth, must_write)
+    rights = dict(max_actions=2, uses_tools=True, coach_sees_truth=coach_sees_truth, must_write=must_write)
+    return Agent(name, name + ": {problem}; {files}", **rights)
 
 
 TABLES = Pipeline(
@@ -1031,14 +1041,19 @@ def final_truth(answer):
 
 
 def fingerprint(problems):
-    """A digest of problems in their order, without the content of large files: two lists that differ differ in it."""
+    """A digest of problems in their order: of all that they hold, but of files on the disk the name and size only."""
     hashed = hashlib.sha256()
     for problem in problems:
         key = problem.answer_key
-        truth = (key.id_column, key.targets) if key else problem.answer
-        files = sorted((name, file_size(data)) for name, data in problem.files.items())
+        truth = (key.id_column, key.targets, file_digest(key.answers)) if key else problem.answer
+        files = sorted((name, file_digest(data)) for name, data in problem.files.items())
         hashed.update(repr((problem.id, problem.question, truth, problem.kind, files)).encode())
     return hashed.hexdigest()
+
+
+def file_digest(data):
+    """A number for the content of a file that is at hand; its size if it is a Path, for it may be large."""
+    return digest(data) if isinstance(data, bytes) else file_size(data)
 
 
 def file_size(data):
@@ -1321,7 +1336,8 @@ class Limits:
 class Result:
     """An account of one run."""
 
-    status: str  # ok | error | killed | timeout | memory | disk | processes | flood
+    status: str  # ok | error | killed | timeout | memory | disk | processes | flood; between our processes also
+    # sandbox (we failed) and stopped (the host is gone)
     output: str  # what the program printed, standard output and standard error in order
     code: int | None  # exit code, or minus the signal that killed it; None if we ended it
     seconds: float  # by the clock
@@ -1381,10 +1397,11 @@ class Sandbox:
         core = self.cores.get()
         try:
             job = dict(code=code, workspace=workspace, level=self.level, user=self.user, limits=limits, core=core)
-            with suppress(SandboxError, OSError):  # our failure says nothing about the program: run it again
+            try:
                 return self._attempt(job)
-            time.sleep(1)  # a zygote that was killed needs a moment to end: only then is another one started
-            return self._attempt(job)
+            except (SandboxError, OSError):  # our failure says nothing about the program: run it again
+                time.sleep(1)  # a zygote that was killed needs a moment to end: only then is another one started
+                return self._attempt(job)
         except OSError as error:
             raise SandboxError(f"the line to the sandbox broke: {error}") from error
         finally:
@@ -1877,11 +1894,11 @@ def give_up_calls(column, version):
         instruction(RETURN, PERMISSION),
     ]
 
-    # Calls with a verdict of their own, whatever their arguments.
+    # Calls with a response of their own, whatever their arguments.
     refused = REFUSED | (SIGNALS if version < 6 else {}) | (TRUNCATE if version < 3 else {})
-    for calls, verdict in ((refused, PERMISSION), (PRETENDED, PRETEND), (UNKNOWN, NO_SUCH_CALL)):
+    for calls, response in ((refused, PERMISSION), (PRETENDED, PRETEND), (UNKNOWN, NO_SUCH_CALL)):
         for numbers in calls.values():
-            steps += if_call(numbers[column], verdict)
+            steps += if_call(numbers[column], response)
 
     # Calls that are refused because of their first argument.
     for numbers, test, value in REFUSED_IF.values():
@@ -1898,13 +1915,13 @@ def instruction(code, value, skip_if=0, skip_else=0):
     return struct.pack("HBBI", code, skip_if, skip_else, value)
 
 
-def if_call(number, verdict):
-    """Steps that say: if this is the number of the call, the verdict is this."""
-    return [instruction(IF_EQUAL, number, skip_else=1), instruction(RETURN, verdict)]
+def if_call(number, response):
+    """Steps that say: if this is the number of the call, the response is this."""
+    return [instruction(IF_EQUAL, number, skip_else=1), instruction(RETURN, response)]
 
 
-def if_first_argument(number, test, value, verdict):
-    """Steps that say: if this is the call's number and its first argument passes the test, the verdict is this.
+def if_first_argument(number, test, value, response):
+    """Steps that say: if this is the call's number and its first argument passes the test, the response is this.
 
     If it does not pass, the call is allowed at once: the argument was loaded over the call's
     number.
@@ -1914,7 +1931,7 @@ def if_first_argument(number, test, value, verdict):
         instruction(LOAD, FIRST_ARGUMENT),
         instruction(test, value, skip_else=1),
     ]
-    return [*found, instruction(RETURN, verdict), instruction(RETURN, ALLOW)]
+    return [*found, instruction(RETURN, response), instruction(RETURN, ALLOW)]
 
 
 def kernel(name, *args):
@@ -1926,7 +1943,7 @@ def kernel(name, *args):
     return result
 
 
-# ---- Tables --------------------------------------------------------------------------------------
+# ---- Numbers of the kernel -----------------------------------------------------------------------
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 

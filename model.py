@@ -5,7 +5,8 @@ Part of the paper: the policy pi_theta that every agent has.
 An update compares probabilities of the same sampled token, in the importance ratio
 rho_t = pi_theta(y_t) / pi_old(y_t) and in the KL penalty against pi_ref:
 
-    sample()          draws y_1..y_T, and returns their log-probabilities as it saw them
+    sample()          draws y_1..y_T, and returns their log-probabilities as it saw them; sample_as_they_end(), which
+                      does the work, keeps a Batch of Sequences: one that ends gives its place to one that waits
     token_logprobs()  computes the log-probabilities of given ids: pi_old and pi_ref, and with gradients pi_theta
 
 Both go through `Transformer.logits`, so they agree about masking and temperature. In bfloat16 they
@@ -15,6 +16,8 @@ sampler against it.
 One decoder family covers Qwen2/Qwen2.5, Qwen3, Llama and what shares their layout (SmolLM2,
 DeepSeek-R1-Distill): RMSNorm, rotary positions, grouped-query attention (optional QKV bias or
 QK-norm), SwiGLU, and an output head that may be tied to the embedding.
+
+Instead of all its weights an agent may train a LoRA adapter over frozen ones: with_adapter().
 
 What we leave out: dropout, sliding windows, mixtures of experts, tensor parallelism,
 and every sampling trick (top-k, top-p, repetition penalties, forced tokens):
@@ -50,7 +53,7 @@ from torch.utils.checkpoint import checkpoint
 
 from agents import InputError, read_json, require, turn_end
 
-# attention by kernels that do not plan by shape: cuDNN's plans take 0.2 s and more for each new one
+# attention by kernels that do not plan anew for each shape, as cuDNN's do
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 # ---- Configuration -------------------------------------------------------------------------------
@@ -116,8 +119,9 @@ def rope_settings(hf_config):
     top level and the rest into rope_scaling, in which "type" is the old name of "rope_type".
     """
     written = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    rope_type = written.get("type", "default")
-    return {"rope_type": rope_type, "rope_theta": hf_config.get("rope_theta", 10_000.0)} | written
+    rope_type = written.get("rope_type") or written.get("type", "default")
+    theta = written.get("rope_theta") or hf_config.get("rope_theta", 10_000.0)
+    return written | {"rope_type": rope_type, "rope_theta": theta}
 
 
 def unsupported_options(hf_config, rope):
@@ -375,10 +379,10 @@ class Transformer(nn.Module):
         super().__init__()
         config = model_config(hf_config)
         self.config = config
-        self.hf_config = hf_config  # the config.json that it came with, saved again unchanged
+        self.hf_config = hf_config  # the config.json that it came with; saved again, with the dtype of the weights
         # several: Qwen ends turns with <|im_end|> and documents with <|endoftext|>
         self.stop_ids = sorted(stop_ids)
-        self.n_tokens = n_tokens  # the tokenizer's size
+        self.n_tokens = n_tokens  # ids from here on belong to no token
         self.gradient_checkpointing = False  # recompute the blocks in backward (training only)
         # not nn.Embedding(V, H), which draws V x H numbers: load() and tiny() fill the table
         table = torch.empty(config.vocab_size, config.hidden_size)
@@ -441,7 +445,7 @@ class Transformer(nn.Module):
 
 # ---- LoRA: a small trained correction for each linear layer of a frozen model ---------------------
 
-LORA_ALPHA = 32  # the correction is multiplied by LORA_ALPHA / rank, so that ranks share a learning rate
+LORA_ALPHA = 32  # the correction is multiplied by LORA_ALPHA / its rank, so that one learning rate suits every rank
 
 
 class LoraLinear(nn.Module):
@@ -450,6 +454,7 @@ class LoraLinear(nn.Module):
     def __init__(self, linear, rank, generator):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias  # those of the frozen model, not copies
+        # uniform within 1 / sqrt(in), as peft draws it
         drawn = 2 * torch.rand(rank, linear.in_features, generator=generator) - 1
         self.lora_A = nn.Parameter((drawn / math.sqrt(linear.in_features)).to(self.weight))
         self.lora_B = nn.Parameter(self.weight.new_zeros(linear.out_features, rank))  # so the start is the frozen model
@@ -469,7 +474,8 @@ def with_adapter(base, rank, seed=0):
     Freezes the base, which stays the model without adapters: it can serve many, and as KL reference.
     """
     base.requires_grad_(False)
-    model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})  # these are not copied
+    # what is in deepcopy's memo counts as copied already: the weights are shared
+    model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
     generator = torch.Generator().manual_seed(seed)
     for block in model.layers:
         for part in (block.self_attn, block.mlp):
@@ -480,7 +486,7 @@ def with_adapter(base, rank, seed=0):
 
 
 def adapters(model):
-    """name -> LoraLinear, of all in a model; none where it has no adapter."""
+    """name -> LoraLinear of a model; none where it has no adapter."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
@@ -530,26 +536,26 @@ def sample_as_they_end(
     of a context changes its tokens, for each is decided by its own uniform number.
     """
     batch = Batch(model, uniforms, max_new_tokens, temperature, rows, cache_bytes, prefill_budget)
-    waiting = deque(Row(i, list(context), len(context)) for i, context in enumerate(contexts))
+    waiting = deque(Sequence(i, list(context), len(context)) for i, context in enumerate(contexts))
     while waiting or batch.live():
         with torch.inference_mode():  # NOTE: not around the generator, or its caller would be in that mode too
             batch.admit(waiting)
-            batch.draw()
+            batch.draw_next()
             ended = batch.collect() if batch.is_time_to_look() else []
-            batch.decode(waiting)
-        for row in ended:
-            yield row.index, Completion(row.ids[row.length :], row.logprobs, row.truncated)
+            batch.advance(waiting)
+        for sequence in ended:
+            truncated = sequence.ids[-1] not in model.stop_ids
+            yield sequence.index, Completion(sequence.ids[sequence.length :], sequence.logprobs, truncated)
 
 
-@dataclass
-class Row:
-    """A context that is worked on, or that waits."""
+@dataclass(eq=False)  # two of them are never equal
+class Sequence:
+    """A context that is worked on, or that waits, and what has been drawn after it."""
 
     index: int  # among the contexts
     ids: list  # of the context, and those drawn so far
     length: int  # of the context
     logprobs: list = field(default_factory=list)  # of the ids that were drawn
-    truncated: bool = False
 
 
 class Batch:
@@ -570,18 +576,18 @@ class Batch:
         self.stop_ids = set(model.stop_ids)
         dtype = model.embed_tokens.weight.dtype
         self.cache = KVCache(model.config, model.device, dtype)
-        self.rows = []  # place -> its Row, or None where it is free
+        self.at = []  # place -> its Sequence, or None where it is free
         self.tokens = None  # [places]: the ids that were drawn last
         self.hidden = torch.zeros(0, model.config.hidden_size, device=model.device, dtype=dtype)  # [places, H]
         self.drawn = []  # since the last collect(): pairs of ids and their log-probabilities, [places] each
 
     def live(self):
-        """The Rows that are worked on, in order of their places."""
-        return [row for row in self.rows if row is not None]
+        """The Sequences that are worked on, in order of their places."""
+        return [sequence for sequence in self.at if sequence is not None]
 
-    def slots_for(self, rows):
-        """How many slots the longest of these Rows needs until the next collect(), rounded up."""
-        longest = max((len(row.ids) for row in rows), default=0) + self.look_every
+    def slots_for(self, sequences):
+        """How many slots the longest of these Sequences needs until the next collect(), rounded up."""
+        longest = max((len(sequence.ids) for sequence in sequences), default=0) + self.look_every
         return math.ceil(longest / self.slot_step) * self.slot_step
 
     def fits(self, rows, slots):
@@ -589,7 +595,7 @@ class Batch:
         return rows <= self.most_rows and rows * slots * self.cache.bytes_a_slot <= self.cache_bytes
 
     def admit(self, waiting):
-        """Give places to waiting Rows, the first ones first, as long as there is room; and prefill them."""
+        """Give places to waiting Sequences, the first ones first, as long as there is room; and prefill them."""
         if self.drawn:
             return  # places become free in collect() only
         live = self.live()
@@ -601,31 +607,30 @@ class Batch:
             new.append(waiting.popleft())
         if not new:
             return
-        free = self.rows.count(None)
-        slots = max(self.slots_for([*live, *new]), self.cache.slots)
-        if len(new) > free or slots > self.cache.slots or not self.fits(self.cache.rows, slots):
-            self.rearrange(live, len(live) + len(new), self.slots_for([*live, *new]))
-        places = [place for place, row in enumerate(self.rows) if row is None]
-        for place, row in zip(places, new, strict=False):
-            self.rows[place] = row
-        self.prefill([place for place in places if self.rows[place] is not None])
+        free = self.at.count(None)
+        slots = self.slots_for([*live, *new])
+        if len(new) > free or slots > self.cache.slots:
+            self.rearrange(live, len(live) + len(new), slots)
+        places = [place for place, sequence in enumerate(self.at) if sequence is None]
+        for place, sequence in zip(places, new, strict=False):
+            self.at[place] = sequence
+        self.fill([place for place in places if self.at[place] is not None])
 
     def rearrange(self, kept, rows, slots):
-        """Make a cache of these sizes, with the places of the Rows `kept` first; returns where these were."""
-        indices = {row.index for row in kept}
-        places = [place for place, row in enumerate(self.rows) if row is not None and row.index in indices]
+        """Make a cache of these sizes, with the Sequences `kept` at its first places; returns their former places."""
+        places = [place for place, sequence in enumerate(self.at) if sequence in kept]
         self.cache.resize(places, rows, slots)
         hidden = self.hidden.new_zeros(rows, self.hidden.shape[1])
         hidden[: len(places)] = self.hidden[places]
         self.hidden = hidden
-        self.rows = [self.rows[place] for place in places] + [None] * (rows - len(places))
+        self.at = [self.at[place] for place in places] + [None] * (rows - len(places))
         return places
 
-    def prefill(self, places):
-        """Run the ids of the Rows at these places through the model, equal ones once, the longest first."""
+    def fill(self, places):
+        """Run the ids of the Sequences at these places through the model, equal ones once, the longest first."""
         first = {}  # ids -> the place that they are run at
-        for place in sorted(places, key=lambda place: -len(self.rows[place].ids)):
-            first.setdefault(tuple(self.rows[place].ids), place)
+        for place in sorted(places, key=lambda place: -len(self.at[place].ids)):
+            first.setdefault(tuple(self.at[place].ids), place)
         todo = list(first.items())
         while todo:
             count = max(1, self.prefill_budget // len(todo[0][0]))
@@ -633,74 +638,72 @@ class Batch:
             self.hidden[list(theirs)] = self.model.prefill(contexts, self.cache, theirs)
             todo = todo[count:]
         for place in places:
-            source = first[tuple(self.rows[place].ids)]
+            source = first[tuple(self.at[place].ids)]
             if source != place:
                 self.cache.copy_row(source, place)
                 self.hidden[place] = self.hidden[source]
 
-    def draw(self):
+    def draw_next(self):
         """Draw the next token of every place, a free one too: its token is looked at by nobody."""
         logits = self.model.logits(self.hidden, self.temperature)  # [places, V]
-        indices = [0 if row is None else row.index for row in self.rows]
-        counts = [0 if row is None else self.count(row) for row in self.rows]
+        indices = [0 if sequence is None else sequence.index for sequence in self.at]
+        counts = [0 if sequence is None else self.count(sequence) for sequence in self.at]
         self.tokens = logits.argmax(-1) if self.greedy else draw(logits, self.uniforms[indices, counts])
         logprobs = logits.log_softmax(-1).gather(-1, self.tokens[:, None])[:, 0]
         self.drawn.append((self.tokens, logprobs))
 
-    def count(self, row):
-        """How many tokens have been drawn for a Row."""
-        return len(row.logprobs) + len(self.drawn)
+    def count(self, sequence):
+        """How many tokens have been drawn for a Sequence."""
+        return len(sequence.logprobs) + len(self.drawn)
 
     def is_time_to_look(self):
-        """Have enough tokens been drawn since the last collect(), or is a Row at its limit?"""
-        at_limit = any(self.count(row) == self.max_new_tokens for row in self.live())
+        """Have enough tokens been drawn since the last collect(), or is a Sequence at its limit?"""
+        at_limit = any(self.count(sequence) == self.max_new_tokens for sequence in self.live())
         return at_limit or len(self.drawn) == self.look_every
 
     def collect(self):
-        """Write down what was drawn; the Rows that have ended. Their places are free from here on."""
+        """Write down what was drawn; the Sequences that have ended. Their places are free from here on."""
         ended = []
-        tokens, logprobs = (
-            torch.stack(parts, 1).tolist() for parts in zip(*self.drawn, strict=True)
-        )  # [places][draws]
+        # [places][draws] each
+        tokens, logprobs = (torch.stack(parts, 1).tolist() for parts in zip(*self.drawn, strict=True))
         self.drawn = []
-        for place, row in enumerate(self.rows):
-            if row is None:
+        for place, sequence in enumerate(self.at):
+            if sequence is None:
                 continue
             for token, logprob in zip(tokens[place], logprobs[place], strict=True):
-                row.ids.append(token)
-                row.logprobs.append(logprob)
+                sequence.ids.append(token)
+                sequence.logprobs.append(logprob)
                 if token in self.stop_ids:
                     break  # what was drawn after it counts for nothing
-            row.truncated = row.ids[-1] not in self.stop_ids
-            if not row.truncated or len(row.logprobs) == self.max_new_tokens:
-                ended.append(row)
-                self.rows[place] = None
+            if sequence.ids[-1] in self.stop_ids or len(sequence.logprobs) == self.max_new_tokens:
+                ended.append(sequence)
+                self.at[place] = None
         return ended
 
-    def decode(self, waiting):
+    def advance(self, waiting):
         """Run the tokens drawn last through the model, each at the next position of its row."""
         if not self.live():
             return
         if not self.drawn:
             self.make_room(waiting)
-        positions = [0 if row is None else len(row.ids) + len(self.drawn) - 1 for row in self.rows]
+        positions = [0 if sequence is None else len(sequence.ids) + len(self.drawn) - 1 for sequence in self.at]
         positions = torch.tensor(positions, device=self.model.device)
         self.hidden = self.model.decode(self.tokens, positions, self.cache, self.slots_for(self.live()))
 
     def make_room(self, waiting):
-        """Let the cache grow with its longest Row, and shrink when many places are free.
+        """Let the cache grow with its longest Sequence, and shrink when many places are free.
 
-        Where growing would be over the budget, the Rows with the fewest tokens step back. They wait, and
-        go on later by prefilling what they have.
+        Where growing would be over the budget, the Sequences with the fewest tokens step back. They wait,
+        and go on later by prefilling what they have.
         """
         live = self.live()
         slots = self.slots_for(live)
-        is_sparse = not waiting and 4 * len(live) <= 3 * len(self.rows)
+        is_sparse = not waiting and 4 * len(live) <= 3 * len(self.at)
         if slots <= self.cache.slots and not is_sparse:
             return
         while len(live) > 1 and not self.fits(len(live), slots):
-            youngest = min(live, key=lambda row: len(row.logprobs))
-            live = [row for row in live if row is not youngest]
+            youngest = min(live, key=lambda sequence: len(sequence.logprobs))
+            live.remove(youngest)
             waiting.appendleft(youngest)
             slots = self.slots_for(live)
         self.tokens = self.tokens[self.rearrange(live, len(live), slots)]
@@ -736,7 +739,9 @@ def right_pad(sequences, device):
 # ---- Scoring -------------------------------------------------------------------------------------
 
 
-FEW_LOGITS = 1 << 24  # that may be kept for backward; 64 MiB
+# Up to this many logits (64 MiB) are kept for backward. More are made again by checkpoint(), whose
+# first use imports torch's compiler: seconds that a small model need not wait.
+FEW_LOGITS = 1 << 24
 
 
 def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
@@ -763,7 +768,6 @@ def token_logprobs(model, contexts, completions, temperature=1.0, chunk=1024):
     targets = torch.tensor(tokens, device=model.device)  # [N]
 
     # the head, one chunk of tokens at a time
-    # (checkpoint() imports torch's compiler, which takes seconds: small models shall not wait for it)
     chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
     if torch.is_grad_enabled() and len(tokens) * model.config.vocab_size > FEW_LOGITS:
         scored = [checkpoint(score_chunk, model, *part, temperature, use_reentrant=False) for part in chunks]
@@ -799,14 +803,18 @@ def load(path, device="cpu", dtype=torch.float32, positions=0, bases=None):
     Raises InputError when the folder or a file is missing, when the architecture is not supported,
     when a tensor is missing, left over or of the wrong shape, or when there are too few positions.
     """
-    if os.path.exists(os.path.join(path, "adapter_config.json")):
-        bases = {} if bases is None else bases
-        base_path = read_json(path, "adapter_config.json").get("base_model_name_or_path", "")
-        if base_path not in bases:
-            bases[base_path] = load(base_path, device, dtype, positions)
-        base, tokenizer = bases[base_path]
-        return load_adapter(path, base), tokenizer
+    if not os.path.exists(os.path.join(path, "adapter_config.json")):
+        return load_whole(path, device, dtype, positions)
+    bases = {} if bases is None else bases
+    base_path = read_json(path, "adapter_config.json").get("base_model_name_or_path", "")
+    if base_path not in bases:
+        bases[base_path] = load_whole(base_path, device, dtype, positions)
+    base, tokenizer = bases[base_path]
+    return load_adapter(path, base), tokenizer
 
+
+def load_whole(path, device, dtype, positions):
+    """load() of what is no adapter."""
     # config, first of all: it says what is unsupported before the slow parts
     folder = path if os.path.isdir(path) else download(path)
     hf_config = read_json(folder, "config.json")
@@ -823,7 +831,7 @@ def load(path, device="cpu", dtype=torch.float32, positions=0, bases=None):
 
     # skeleton: the modules without memory for their weights
     with torch.device("meta"):
-        model = Transformer(hf_config, stop_ids, len(tokenizer))
+        model = Transformer(hf_config, stop_ids, last_id + 1)
 
     # weights: one tensor at a time is converted and its original released
     state = match_weights(model, read_weights(folder), folder)
@@ -887,10 +895,9 @@ def read_weights(folder):
 
     As transformers does it: an index beside model.safetensors is left over from another save.
     """
-    names = {"model.safetensors"}
-    if not os.path.exists(os.path.join(folder, "model.safetensors")):
-        index = read_json(folder, "model.safetensors.index.json", default={})
-        names = set(index["weight_map"].values()) if index else names
+    single = os.path.exists(os.path.join(folder, "model.safetensors"))
+    index = {} if single else read_json(folder, "model.safetensors.index.json", default={})
+    names = set(index["weight_map"].values()) if index else {"model.safetensors"}
     weights = {}
     for name in sorted(names):
         weights |= read_safetensors(os.path.join(folder, name))
