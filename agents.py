@@ -66,6 +66,7 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -190,19 +191,22 @@ def extract_program(text):
     >>> extract_program("```python\nprint(1)")
     """
     programs = []
-    language, block = "", None  # the block that is open: its lines, or None
+    block = None  # the lines of the block that is open, or None
     for line in after_thinking(text).split("\n"):
-        fence = line.strip(" \t\r")
-        info = fence.lstrip("`").strip()
-        if not fence.startswith("```") or (block is None and "`" in info):  # ```x``` is no fence
-            if block is not None:
-                block.append(line + "\n")
-        elif block is None:
-            language, block = info.split(" ")[0].lower(), []
-        else:
+        marks = line.strip(" \t\r")
+        info = marks.lstrip("`").strip()
+        if block is None:
+            if marks.startswith("```") and "`" not in info:  # ```x``` on one line opens nothing
+                fence, block = marks[: len(marks) - len(marks.lstrip("`"))], []
+                indent = len(line) - len(line.lstrip(" "))
+                language = re.match(r"\W*(\w*)", info)[1].lower()
+        elif marks.startswith(fence):
             if language in ("", "python", "python3", "py"):
                 programs.append("".join(block))
             block = None
+        else:
+            # what is indented like its fence, in a list for instance, is not indented as a program
+            block.append(line.removeprefix(" " * indent) + "\n")
     return "\n".join(programs) if programs else None
 
 
@@ -299,8 +303,6 @@ def chat_text(tokenizer, messages, date="", **switches):
     date: see dated(); switches: options of the template, such as enable_thinking=False for Qwen3,
     which other templates ignore. Raises InputError where the template refuses the conversation.
     """
-    from jinja2 import TemplateError
-
     if messages[0]["role"] == "system" and not takes_system(tokenizer):
         system, user, *rest = messages
         messages = [user | {"content": f"{system['content']}\n\n{user['content']}"}, *rest]
@@ -308,7 +310,7 @@ def chat_text(tokenizer, messages, date="", **switches):
         switches["chat_template"] = dated(tokenizer.get_chat_template(), date)
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switches)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program: mostly a TemplateError, but it may raise anything
         roles = ", ".join(message["role"] for message in messages)
         raise InputError(f"the model's chat template refuses a conversation of {roles}: {error}") from None
 
@@ -319,7 +321,7 @@ def dated(template, date):
     Without it a run that goes on tomorrow has other prompts.
     """
     day = datetime.date.fromisoformat(date)
-    calls = r"""strftime_now\(\s*(['"])(.*?)\1\s*\)"""
+    calls = r"""strftime_now\(\s*(?:format\s*=\s*)?(['"])(.*?)\1\s*\)"""
     return re.sub(calls, lambda call: repr(day.strftime(call[2])), template)
 
 
@@ -337,20 +339,21 @@ def takes_system(tokenizer):
 
 def turn_end(tokenizer):
     """The id that the chat template writes after a reply; None if that is no token of its own."""
-    ids = ids_after_reply(tokenizer, "?")
     own = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    return ids[0] if ids and ids[0] in own else None
+    start = ids_after_reply(tokenizer, "?")[:2]  # some put a space or a line end before it
+    return next((i for i in start if i in own), None)
 
 
 def ids_after_reply(tokenizer, message, **switches):
     """What the chat template puts after a reply if this message of the user follows, up to the next reply."""
-    mark = "<reply>"
+    question, mark = "<question>", "<reply>"
     messages = [
-        {"role": "user", "content": "?"},
+        {"role": "user", "content": question},
         {"role": "assistant", "content": mark},
         {"role": "user", "content": message},
     ]
     text = chat_text(tokenizer, messages, **switches)
+    require(question in text and mark in text, "the model's chat template leaves messages out")
     return tokenizer(text.partition(mark)[2], add_special_tokens=False)["input_ids"]
 
 
@@ -383,8 +386,8 @@ def extend(tokenizer, context_ids, ids, observation, **switches):
     rest = ids_after_reply(tokenizer, defuse(observation, tokenizer), **switches)
     # the template ends the reply with its terminator: leave that out where the action ended with it
     # (and not with the limit, or with another stop id)
-    if rest[0] == ids[-1]:
-        rest = rest[1:]
+    if ids[-1] in rest[:2]:
+        rest = rest[rest.index(ids[-1]) + 1 :]
     return context_ids + ids + rest
 
 
@@ -946,7 +949,7 @@ def read_json(folder, name, default=None, what="model folder"):
     if default is not None and not os.path.exists(path):
         return default
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             return json.load(file)
     except FileNotFoundError:
         raise InputError(f"{folder} is not a {what}: it has no {name}") from None
@@ -971,8 +974,8 @@ def parse_json(path, first_line, text):
     """The value of a JSON text that starts on this line of the file."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
+    except (ValueError, RecursionError) as error:  # also numbers of 5,000 digits, and lists in lists in lists
+        line = first_line + getattr(error, "lineno", 1) - 1
         raise InputError(f"{path}, line {line}: this is not JSON ({error})") from None
 
 
@@ -1018,12 +1021,22 @@ def load_problem(path, number, entry, data_root, texts):
     require(asked and answered, f"{where}: a prompt and an answer are needed, as text or number")
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
+    if isinstance(answer, float):
+        answer = f"{Decimal(str(answer)):f}"  # 0.00001, which Python writes as 1e-05
     truth = final_truth(str(answer))
+    text = question + truth
+    require(text == text.encode(errors="replace").decode(), f"{where}: half of a character, perhaps of a cut emoji")
+    lost = LOST_BACKSLASH.search(str(answer))
+    require(
+        not lost, f"{where}: the answer {str(answer)[:60]!r} holds a control character: is its backslash not doubled?"
+    )
     matched = truth != "" and boxed(f"\\boxed{{{truth}}}") == truth and len(truth) <= LONGEST_TRUTH
     require(matched, f"{where}: no reply can box the answer {str(answer)[:60]!r}: give the final answer alone")
     return Problem(f"{stem}/{entry.get('id', number)}", question, truth)
+# a LaTeX command such as \frac, written in JSON with one backslash: another character is made of it
 
-
+# \\frac, \\text, \\right, \\neq and the like, written in JSON with one backslash, which makes another character of it
+LOST_BACKSLASH = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]|\t(?=ext|frac|imes|heta|an)|\r(?=ight|m)|\n(?=eq|u\b)")
 LONGEST_TRUTH = 300  # characters; what is longer explains an answer
 
 
@@ -1033,11 +1046,11 @@ def final_truth(answer):
     >>> final_truth("3 + 4 = 7 eggs.\n#### 7"), final_truth(r"So it is \boxed{7}."), final_truth("**7**")
     ('7', '7', '7')
     """
-    answer = answer.rpartition("####")[2].strip()
+    answer = answer.rpartition("####")[2].strip().strip("`*").strip()
+    answer = re.sub(r"(?i)^(the )?(final )?answer( is)?:?\**\s+(?=\S)", "", answer)
     if "\\boxed" in answer:
         answer = boxed(answer) or ""
-    bold = len(answer) > 4 and answer.startswith("**") and answer.endswith("**")
-    return answer[2:-2].strip() if bold else answer.strip()
+    return answer.strip()
 
 
 def fingerprint(problems):
@@ -1120,7 +1133,7 @@ def row_key(row_id, numeric_ids):
     >>> row_key("0001", True) == row_key("1.0", True), row_key("0001", False) == row_key("1", False)
     (True, False)
     """
-    if numeric_ids and len(row_id) <= 50 and re.fullmatch(r"[-+]?\d+(\.\d+)?", row_id):
+    if numeric_ids and len(row_id) <= 50 and re.fullmatch(r"[-+]?\d+(\.\d+)?(e[-+]?\d{1,2})?", row_id):
         return Fraction(row_id)
     return row_id
 
@@ -1187,8 +1200,8 @@ def read_task_texts(path):
 
 def load_task(where, stem, prompt, metadata, data_root, texts):
     """One of DSBench's modeling tasks as a Problem. Raises AbsentData where its files are not there."""
-    complete = {"task_id", "train_file", "test_file", "answer_dir"} <= set(metadata)
-    require(complete, f"{where}: its metadata lack paths")
+    names = ("task_id", "train_file", "test_file", "answer_dir")
+    require(all(isinstance(metadata.get(name), str) for name in names), f"{where}: its metadata lack paths")
     task_id, text = metadata["task_id"], texts.get(metadata["task_id"], {})
 
     # find its files
@@ -1219,18 +1232,23 @@ def repair_metadata(where, train, answers, claimed_kind, text):
     shares with them. Tasks called "regression" whose targets are words: they are classifications.
     """
     names, first_row = csv_head(answers)
+    columns = [name for name in names if name]  # pandas writes an index under an empty name
     id_column, targets = text.get("id_column"), text.get("target_column", [])
-    if id_column not in names:
-        id_column = names[0] if names else ""
+    if id_column not in columns:
+        id_column = columns[0] if columns else ""
     if isinstance(targets, str):
         targets = [targets]
-    if not targets or not set(targets) <= set(names):
+    if not targets or not isinstance(targets, list) or not all(name in columns for name in targets):
         train_names, _ = csv_head(train)
-        targets = [name for name in train_names if name in names]
+        targets = [name for name in train_names if name in columns]
     targets = tuple(name for name in targets if name != id_column)
-    require(targets and first_row, f"{where}: {answers} has no column to predict")
-    numeric = all(re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", first_row[names.index(name)]) for name in targets)
-    kind = "regression" if claimed_kind == "regression" and numeric else "classification"
+    whole = len(first_row) == len(names)
+    require(targets and whole, f"{where}: {answers} has no column to predict, or no row of all its columns")
+    try:
+        numeric = bool([finite_number(first_row[names.index(name)]) for name in targets])
+    except ValueError:
+        numeric = False
+    kind = "regression" if str(claimed_kind).lower() == "regression" and numeric else "classification"
     return kind, AnswerKey(id_column, targets, answers)
 
 

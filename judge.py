@@ -39,7 +39,6 @@ import numpy as np
 import agents
 from agents import (
     InputError,
-    after_thinking,
     boxed,
     extract_program,
     finite_number,
@@ -117,6 +116,7 @@ SPELLINGS = {  # what can be written in several ways -> the one in which it is c
     **dict.fromkeys(["\\dfrac", "\\tfrac", "\\cfrac"], "\\frac"),
     **dict.fromkeys("−–﹣－", "-"),  # minus signs of Unicode
     **dict.fromkeys(["°", "\\circ", "\\deg"], "\\degree"),
+    **{"±": "\\pm", "\\dbinom": "\\binom", "\\tbinom": "\\binom"},
     **dict.fromkeys("€£¥", "\\$"),
     **{"\\le": "\\leq", "≤": "\\leq", "\\ge": "\\geq", "≥": "\\geq", "\\ne": "\\neq", "≠": "\\neq"},
     **{"×": "\\times", "*": "\\times", "·": "\\cdot", "π": "\\pi", "∞": "\\infty", "∈": "\\in", "∪": "\\cup"},
@@ -125,20 +125,45 @@ SPELLINGS = {  # what can be written in several ways -> the one in which it is c
 SPACES = {"\\,", "\\;", "\\:", "\\!", "\\ ", "\\quad", "\\qquad", "~"}
 INVISIBLE = {
     *("$", "\\(", "\\)", "\\[", "\\]", "\\left", "\\right", "\\big", "\\Big", "\\bigl", "\\bigr", "\u200b"),
+    *("\\bigg", "\\Bigg", "\\biggl", "\\biggr", "\\Biggl", "\\Biggr", "\\Bigl", "\\Bigr"),
     *("\\displaystyle", "\\textstyle", "\\limits", "\\rm", "\\bf", "\\it"),
 }
 STYLES = {  # how the text in the braces behind is set
     *("\\text", "\\textrm", "\\textbf", "\\textit", "\\mbox", "\\boldsymbol", "\\bm", "\\operatorname"),
     *("\\mathrm", "\\mathbf", "\\mathit", "\\mathsf"),
 }
-OPENING, CLOSING = {"(", "[", "\\{"}, {")", "]", "\\}"}
+UNIT_STYLES = {"\\text", "\\textrm", "\\mbox", "\\mathrm"}
+OPENING, CLOSING = {"(", "[", "\\{", "\\langle"}, {")", "]", "\\}", "\\rangle"}
 ARGUMENTS = {"\\frac": 2, "\\sqrt": 1, "^": 1, "_": 1}  # command -> how many arguments it takes
 NOT_UNITS = {  # words that change the value of the number before them
     *("squared", "cubed", "factorial", "choose", "mod", "modulo", "base", "root", "pi", "infinity", "sin", "cos"),
     *("tan", "log", "ln", "exp", "and", "or", "to", "by", "times", "plus", "minus", "over", "more", "less", "half"),
-    *("halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth", "sixths"),
-    *("eighth", "eighths", "tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths"),
-    *("dozen", "score", "hundred", "thousand", "million", "millions", "billion", "billions", "trillion", "trillions"),
+    *("halves", "third", "thirds", "quarter", "quarters"),
+    *("dozen", "dozens", "score", "gross", "tens", "hundred", "hundreds", "thousand", "thousands", "million", "mil"),
+    *("millions", "billion", "billions", "bn", "trillion", "trillions", "lakh", "crore", "cent", "cents", "am", "pm"),
+    *(
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "sqrt",
+        "tau",
+        "at",
+        "least",
+        "most",
+        "below",
+        "above",
+        "zero",
+    ),
+    *("with", "without", "remainder", "negative", "profit", "gain", "loss", "north", "south", "east", "west", "left"),
+    *("right", "before", "after", "ago", "ahead", "behind", "up", "down", "even", "odd"),
+}
+UNIT_LETTERS = {"m", "g", "s", "h", "l", "L"}  # single letters that are units in an upright text
+SHORT_UNITS = {  # words of two or three letters that are units without such a text; 5 xy is none
+    *("cm", "mm", "km", "in", "ft", "yd", "mi", "kg", "mg", "lb", "lbs", "oz", "ml", "mL", "hr", "hrs", "min", "mph"),
+    *("day", "men", "deg", "usd", "USD", "sq", "per"),
 }
 # What stands between the thousands of a number: 1,234 or 1{,}234 or 1\,234 or 1 234, and so on.
 MARK = r"(?:,\\!|\{,\}|\\[,;:! ]|[,'~\s])"
@@ -148,6 +173,10 @@ TOKEN = re.compile(
     re.DOTALL,
 )
 GROUPED = re.compile(rf"(?!0)\d{{1,3}}(?P<mark>{MARK})\d{{3}}(?:(?P=mark)\d{{3}})*(?:\.\d+)?")
+
+
+# Digits that go on, whose zeros count: such an answer is compared as it is written.
+REPEATING = re.compile(r"\\(?:overline|bar|dot|ldots|dots|cdots)|\.\.\.|…|\.\d*\(\d")
 
 
 class Computed(Fraction):
@@ -179,12 +208,16 @@ def normalised(answer):
     ('(1/2,1/2]', '\\frac{\\sqrt{3}}{2}', '1 2')
     """
     answer = " ".join(answer.split())
-    if len(answer) > LONGEST_ANSWER:
-        return answer
+    if len(answer) > LONGEST_ANSWER or REPEATING.search(answer):
+        return answer.replace(" ", "")
+    for superscript, power in (("²", "^{2}"), ("³", "^{3}")):
+        answer = answer.replace(superscript, power)
+    answer = re.sub(r"\^-(\w)", r"^{-\1}", answer)
     items = without_name(read_items(answer))
     form = ",".join(written([part]) for part in simplified_parts(items))
-    in_parentheses = len(items) == 1 and re.fullmatch(r"\([^,]+\)", form)  # (5) is 5, and (C) is C
-    return form[1:-1] if in_parentheses else form
+    if len(items) == 1 and re.fullmatch(r"\([^,]+\)", form):
+        form = form[1:-1]  # (5) is 5, and (C) is C
+    return form.lower() if form.isalpha() and form[1:].islower() else form  # Yes is yes, but AB is not ab
 
 
 def read_items(answer):
@@ -221,7 +254,9 @@ def read_token(parts, token, style, behind_space):
     elif (token == "}" and part.opening in {"{", *STYLES}) or (token in CLOSING and part.opening in OPENING):
         close(parts, token)
     else:
-        is_word = token.isalpha() and (part.opening in STYLES or (behind_space and len(token) > 1))
+        in_text = part.opening in UNIT_STYLES and (len(token) > 1 or token in UNIT_LETTERS)
+        in_words = behind_space and (len(token) > 3 or token in SHORT_UNITS)
+        is_word = token.isalpha() and (in_text or in_words)
         if re.match(r"\.?\d", token):
             part.items += read_number(token, part.opening in OPENING)
         else:
@@ -346,14 +381,57 @@ def simplified(items):
     value = value_of_items(items)
     if value is not None:
         return value
+    items = without_unit(items)
     if len(items) == 1:
         return items[0]
-    # one fraction bar in a product: \pi/4 is \frac{\pi}{4}
-    sign = items[:1] if items[:1] == ["-"] else []
-    factors = items[len(sign) :]
-    if len(factors) > 2 and factors[-2] == "/" and not {"+", "-", "/", "=", "<", ">", ","} & {*factors[:-2]}:
-        items = [*sign, quotient(simplified(factors[:-2]), factors[-1])]
-    return Group(written(items))
+    # term by term: what stands between signs, relations and other symbols
+    found, term = [], []
+    for item in [*items, None]:
+        if item is not None and is_factor(item):
+            term.append(item)
+        else:
+            found += simplified_term(term)
+            found += [] if item is None else [item]
+            term = []
+    return Group(written(found))
+
+
+def is_factor(item):
+    """May this item stand in a product or a quotient?"""
+    symbol = r"[a-zA-Z]+|\\(?:pi|alpha|beta|theta|phi)|(?:\\sqrt|\\frac|\^|_)\{.*|[(\[].*|/|\\cdot|\\times"
+    return not isinstance(item, str) or isinstance(item, Group) or re.fullmatch(symbol, item) is not None
+
+
+def simplified_term(factors):
+    r"""Factors with one way of writing a quotient, \pi/4 as \frac{\pi}{4}, and without dots that a letter needs not."""
+    last = len(factors) - 1
+    dots = [i for i, f in enumerate(factors) if f in ("\\cdot", "\\times") and 0 < i < last]
+    needless = {i for i in dots if is_value(factors[i - 1]) and not is_value(factors[i + 1])}
+    factors = [factor for i, factor in enumerate(factors) if i not in needless]
+    bars = [i for i, factor in enumerate(factors) if factor == "/"]
+    if len(bars) != 1 or bars[0] == 0:
+        return factors
+    above, below = factors[: bars[0]], factors[bars[0] + 1 :]
+    powers = [f for f in below[1:] if isinstance(f, str) and f.startswith(("^", "_"))]
+    several = not below or len(powers) != len(below) - 1 or (str(below[0]).isalpha() and len(str(below[0])) > 1)
+    if several:
+        return factors  # in a/bc it is not clear what is below
+    return [quotient(without_parentheses(above), without_parentheses(below))]
+
+
+def without_parentheses(items):
+    """Items as one that stands above or below a bar, which makes parentheses around it needless."""
+    if len(items) > 1:
+        return Group(written(items))
+    is_bracket = isinstance(items[0], str) and re.fullmatch(r"\([^,]*\)", items[0])
+    return items[0][1:-1] if is_bracket else items[0]
+
+
+def without_unit(items):
+    r"""Items without the unit at their end: 25\pi cm^2 is 25\pi."""
+    first = next((i for i, item in enumerate(items) if isinstance(item, Word)), 0)
+    is_quantity = any(is_value(item) or item.startswith("\\") for item in items[:first])
+    return items[:first] if is_quantity and is_unit(items[first:]) else items
 
 
 def value_of_items(items):
@@ -377,15 +455,21 @@ def value_of_items(items):
 def is_unit(items):
     """Do these items leave a value as it is? None, %, degrees, or words such as cm^2 and miles per hour."""
     if items[:1] in (["%"], ["\\degree"]):
-        return len(items) == 1 or (len(items) == 2 and items[1] in ("C", "F"))
+        return len(items) == 1
     for before, item, after in zip(["", *items], items, [*items[1:], ""], strict=False):
-        is_word = isinstance(item, Word) and item.lower() not in NOT_UNITS
-        is_power = item in ("^{2}", "^{3}", "²", "³") and isinstance(before, Word)
+        is_word = isinstance(item, Word) and changes_nothing(item.lower())
+        is_power = item in ("^{2}", "^{3}") and isinstance(before, Word)
         is_slash = item == "/" and isinstance(before, Word) and after != ""
         behind_slash = before == "/" and isinstance(item, str) and item.isalpha()
         if not (is_word or is_power or is_slash or behind_slash):
             return False
     return True
+
+
+def changes_nothing(word):
+    """Does this word leave the value of the number before it as it is? Ordinals (two sevenths) do not."""
+    is_ordinal = word.endswith(("th", "ths")) and word not in ("month", "months")
+    return word not in NOT_UNITS and not is_ordinal
 
 
 def without_name(items):
@@ -394,7 +478,8 @@ def without_name(items):
     if len(signs) != 1:
         return items
     name, rest = items[: signs[0]], items[signs[0] + 1 :]
-    is_name = len(name) in (1, 2) and re.fullmatch(r"\\?[a-zA-Z]+(_\{\w+\})?", "".join(map(str, name)))
+    names = r"[a-zA-Z]+(_\{\w+\})?(\+[a-zA-Z])*|\\(alpha|beta|theta|phi|angle)[A-Z]*|\([a-z](,[a-z])*\)"
+    is_name = re.fullmatch(names, "".join(map(str, name)))
     equation = items[signs[0]] == "=" and re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", written(rest))
     return rest if is_name and (not equation or is_value(simplified(rest))) else items
 
@@ -476,7 +561,8 @@ def classification_metrics(truth, predicted, are_words=False):
     low, high = classes
     scores = predicted == high if are_words else predicted
     if not are_words and not np.isin(predicted, classes).all():
-        predicted = np.where(scores > classes.mean(), high, low)
+        are_shares = ((predicted >= 0) & (predicted <= 1)).all()  # probabilities, whatever the classes are called
+        predicted = np.where(scores > (0.5 if are_shares else classes.mean()), high, low)
     metrics = dict(accuracy=np.mean(predicted == truth), f1=f1_scores(truth, predicted).get(high, 1.0))
     if len(np.unique(truth)) == 2:
         metrics["roc_auc"] = roc_auc(truth == high, scores)
@@ -761,7 +847,7 @@ FILE_ENDINGS = (".csv", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".json", "
 def file_trail(case):
     """What the coach is told about files: those really there, those owed, and those that are only talked about."""
     said = f"{case.reply}\n{case.observation}"
-    words = {word.strip(".-") for word in re.findall(r"[\w.-]+", said)}
+    words = {word.strip(".-") for word in re.findall(r"[\w.-]+\(?", said)}  # response.json() is no file
     named = sorted(word for word in words if word.endswith(FILE_ENDINGS))
     missing = missing_files(case.agent.must_write, case.after)
     owed = [f"{name} ({'missing' if name in missing else 'there'})" for name in case.agent.must_write]
@@ -783,7 +869,9 @@ VERDICT = re.compile(
     r"(?:final )?score ?[:=] ?(-?\d+(?:\.\d+)?)(?: ?/ ?10(?:\.0+)?)?(?! ?/)"
     r"(?: ?[.,;|])?(?: ?correct ?[:=] ?(yes|no) ?\.?)?"
 )
-DECORATION = str.maketrans(dict.fromkeys("*_`#()[]<>", " "))  # what models set a line in
+ALMOST = re.compile(r"(?:final:? )?score ?[:=] ?(-?\d+(?:\.\d+)?)")  # how a line starts that says a score otherwise
+# what models set a line in, and full-width punctuation
+DECORATION = str.maketrans(dict.fromkeys("*_`#()[]<>", " ") | {"：": ":", "，": ","})
 LONGEST_VERDICT = 200  # characters of a line
 
 
@@ -796,13 +884,17 @@ def parse_verdict(reply, with_truth):
     >>> parse_verdict("The plan is right, 9 of 10 steps.\\n**SCORE: 8/10**", False)
     Verdict(score=8.0, reason='The plan is right, 9 of 10 steps.', opinion=None)
     """
-    lines = after_thinking(reply).strip().splitlines()
-    found = verdict_lines(lines)
+    # the first end of thinking counts: a later one may be the action's, and then hide a verdict
+    thinks = reply.lstrip().startswith("<think>")
+    lines = (reply.partition("</think>")[2] if thinks else reply).strip().split("\n")
+    own = own_lines(lines)
+    found = {number: match for number, line in own.items() if (match := VERDICT.fullmatch(line))}
     if not found:
         return Failure("verdict", f"no verdict line: {json.dumps(reply.strip()[-80:], ensure_ascii=False)}")
     scores = {float(match[1]) for match in found.values()}
     opinions = {match[2] for match in found.values() if match[2]}
-    if len(scores) > 1 or len(opinions) > 1:
+    otherwise = {float(match[1]) for match in map(ALMOST.match, own.values()) if match}
+    if len(scores | otherwise) > 1 or len(opinions) > 1:
         return Failure("verdict", "its verdict lines contradict each other")
     [score] = scores
     if not 0 <= score <= 10:
@@ -813,25 +905,22 @@ def parse_verdict(reply, with_truth):
     return Verdict(score, reason, opinions == {"yes"} if with_truth else None)
 
 
-def verdict_lines(lines):
-    """Number of a line -> its match, for all verdict lines that are the coach's own: not quoted, not in a fence."""
+def own_lines(lines):
+    """Number of a line -> the line in lower case without decoration, for lines that are the coach's own: not quoted."""
     found = {}
-    fence = ""  # the mark that will close the block that is open
+    fence = ""  # the mark that ends the block that is open
     for number, line in enumerate(lines):
-        mark = line.strip()[:3]
+        mark = line.strip()
         if fence:
-            fence = "" if mark == fence else fence
-        elif mark in FENCES:
-            fence = FENCES[mark]
+            closes = mark == fence if fence == ">>>" else mark.startswith(fence) and not mark.strip(fence[0])
+            fence = "" if closes else fence
+        elif opening := re.match(r"`{3,}(?=[^`]*$)|~{3,}", mark):
+            fence = opening[0]
+        elif mark == "<<<":  # ours, see fenced()
+            fence = ">>>"
         elif not mark.startswith(">") and len(line) <= LONGEST_VERDICT:
-            plain = " ".join(line.lower().translate(DECORATION).split())
-            match = VERDICT.fullmatch(plain)
-            if match:
-                found[number] = match
+            found[number] = " ".join(line.lower().translate(DECORATION).split())
     return found
-
-
-FENCES = {"```": "```", "~~~": "~~~", "<<<": ">>>"}  # how a block opens -> how it ends; the last is ours, see fenced()
 
 
 def verdict_of(reply, case):
@@ -901,6 +990,9 @@ class ApiModel:
 
     def __post_init__(self):
         self.address = chat_address(self.url)
+        self.key = self.key.strip()  # files of secrets end with a line end
+        if not self.key.isascii():
+            raise InputError("the key of the coach holds characters that no header can")
         self.parameters = dict(temperature=0, max_tokens=self.max_tokens)  # see adapt()
         # what calls have taken: since the start, for the budget; and since take_usage(), for the metrics
         self.spent, self.usage = Counter(), Usage()
@@ -919,8 +1011,10 @@ class ApiModel:
         request = self.request(messages)
         path = self.cache_file(request)
         if path is not None and path.exists():
-            self.count(hits=1)
-            return json.loads(path.read_text(encoding="utf-8"))["reply"]
+            with suppress(ValueError, KeyError, TypeError):  # a damaged file is asked for again
+                reply = json.loads(path.read_text(encoding="utf-8"))["reply"]
+                self.count(hits=1)
+                return reply
         reply = self.call_until_deadline(request)
         if isinstance(reply, Failure):
             self.count(failures=1)
@@ -974,7 +1068,7 @@ class ApiModel:
             raise PassingTrouble(f"the connection failed ({type(cause).__name__})", 0.0) from None
         if answer.status != 200:
             why = f"the coach answers with status {answer.status}: {self.said(answer.body)}"
-            if answer.status == 429 or answer.status >= 500:
+            if answer.status in (408, 409, 425, 429) or answer.status >= 500:
                 raise PassingTrouble(why, retry_after(answer.headers))
             return Failure("refused", why)
         try:
@@ -1072,8 +1166,11 @@ def chat_address(url):
     >>> chat_address("https://host/v1beta/openai/"), chat_address("http://host:8000")
     ('https://host/v1beta/openai/chat/completions', 'http://host:8000/v1/chat/completions')
     """
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError:
+        parts = urllib.parse.urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.netloc or not url.isascii():
         raise InputError(f"{url} is no address of a coach: it should be like http://localhost:8000/v1")
     path = parts.path.rstrip("/") or "/v1"
     if not path.endswith("/chat/completions"):
@@ -1102,7 +1199,9 @@ def text_of_parts(content):
     'SCORE: 7'
     """
     if isinstance(content, list):
-        return "".join(part["text"] for part in content if part.get("type") in ("text", "output_text"))
+        return "".join(part["text"] for part in content if part.get("type", "text") in ("text", "output_text"))
+    if not isinstance(content, str | None):
+        raise TypeError("the content is neither text nor a list of parts")
     return content or ""
 
 

@@ -102,12 +102,14 @@ def model_config(hf_config):
 
     # our names for the fields, with the defaults of transformers for those that may be absent
     sizes = {name: hf_config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    scaling = hf_config.get("rope_scaling")
+    require(scaling is None or isinstance(scaling, dict), f"config.json: rope_scaling must be an object, not {scaling}")
     heads = hf_config["num_attention_heads"]
     kv_heads = hf_config.get("num_key_value_heads") or heads
     head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
     blocks = dict(layers=hf_config["num_hidden_layers"], heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     norms = dict(norm_eps=hf_config.get("rms_norm_eps", 1e-6), qk_norm=kind == "qwen3")
-    positions = dict(max_positions=hf_config.get("max_position_embeddings", 32_768), rope=rope)
+    positions = dict(max_positions=hf_config.get("max_position_embeddings") or 32_768, rope=rope)
     tied = hf_config.get("tie_word_embeddings", False)
     return ModelConfig(**sizes, **blocks, **norms, **positions, tied=tied, qkv_bias=kind == "qwen2")
 
@@ -126,7 +128,8 @@ def rope_settings(hf_config):
 
 def unsupported_options(hf_config, rope):
     """List what a config.json asks for and this file does not implement."""
-    found = [name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if hf_config.get(name)]
+    options = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
+    found = [name for name in options if hf_config.get(name)]
     if rope["rope_type"] not in ROPE_TYPES:
         found.append(f"rope scaling {rope['rope_type']}")
     found += [f"the rope option {name}" for name in ("mscale", "mscale_all_dim", "truncate") if name in rope]
@@ -806,7 +809,8 @@ def load(path, device="cpu", dtype=torch.float32, positions=0, bases=None):
     if not os.path.exists(os.path.join(path, "adapter_config.json")):
         return load_whole(path, device, dtype, positions)
     bases = {} if bases is None else bases
-    base_path = read_json(path, "adapter_config.json").get("base_model_name_or_path", "")
+    base_path = read_json(path, "adapter_config.json").get("base_model_name_or_path")
+    require(isinstance(base_path, str) and base_path, f"{path}: its adapter_config.json names no base model")
     if base_path not in bases:
         bases[base_path] = load_whole(base_path, device, dtype, positions)
     base, tokenizer = bases[base_path]
@@ -878,6 +882,8 @@ def read_stop_ids(folder, hf_config, tokenizer):
     generation = read_json(folder, "generation_config.json", default={})
     named = generation.get("eos_token_id", hf_config.get("eos_token_id"))  # an id, a list or None
     named = named if isinstance(named, list) else [named]
+    wrong = [i for i in named if not isinstance(i, int | None)]
+    require(not wrong, f"{folder}: eos_token_id must be an id, or a list of ids, not {wrong[:1]}")
     stop_ids = {*named, tokenizer.eos_token_id} - {None}
     require(stop_ids, f"{folder} names no end-of-sequence token")
     end = turn_end(tokenizer)
@@ -897,7 +903,9 @@ def read_weights(folder):
     """
     single = os.path.exists(os.path.join(folder, "model.safetensors"))
     index = {} if single else read_json(folder, "model.safetensors.index.json", default={})
-    names = set(index["weight_map"].values()) if index else {"model.safetensors"}
+    files = index.get("weight_map", {})
+    require(not index or (isinstance(files, dict) and files), f"{folder}: its index of weights names no file")
+    names = set(files.values()) if index else {"model.safetensors"}
     weights = {}
     for name in sorted(names):
         weights |= read_safetensors(os.path.join(folder, name))
@@ -932,6 +940,8 @@ def match_weights(model, weights, folder):
         theirs, expected = hf_name(name), list(parameter.shape)
         require(theirs in weights, f"{folder}: {theirs} is missing; it should have shape {expected}")
         state[name] = weights.pop(theirs)
+        floats = state[name].dtype in (torch.float32, torch.bfloat16, torch.float16)
+        require(floats, f"{folder}: {theirs} is {state[name].dtype}: quantized weights are not implemented")
         found = list(state[name].shape)
         require(found == expected, f"{folder}: {theirs} is of shape {found}; it should have shape {expected}")
 
@@ -1001,6 +1011,9 @@ def load_adapter(path, base):
     settings = read_json(path, "adapter_config.json", what="adapter folder")
     known = settings.get("peft_type") == "LORA" and settings.get("lora_alpha") == LORA_ALPHA
     require(known and isinstance(settings.get("r"), int), f"{path} is no LoRA adapter of ours (alpha {LORA_ALPHA})")
+    others = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern", "modules_to_save")
+    used = [name for name in others if settings.get(name)]
+    require(not used, f"{path}: the adapter uses {', '.join(used)}, which model.py does not implement")
     model = with_adapter(base, settings["r"])
     tensors = read_safetensors(os.path.join(path, "adapter_model.safetensors"))
     for name, module in adapters(model).items():

@@ -14,7 +14,6 @@ What we leave out: asynchronous training on old samples.
 Watch agents at work:  python train.py --warm-steps 60 --steps 1; head -n 1 runs/arithmetic/episodes.jsonl
 """
 
-import json
 import os
 import sys
 import time
@@ -39,6 +38,7 @@ from agents import (
     extract_program,
     handed_on,
     missing_files,
+    parse_json,
     passed_on,
     render,
     require,
@@ -395,12 +395,15 @@ def record_action(action):
 
 
 def read_log(path):
-    """The objects of a file of JSON lines, without a last line that a crash cut off; none if there is no file."""
+    """The objects of a file of JSON lines, without a last line that a crash cut off; none if there is no file.
+
+    Raises InputError where another line is broken.
+    """
     if not os.path.exists(path):
         return []
     with open(path, encoding="utf-8") as file:
         lines = [line for line in file if line.endswith("\n")]
-    return [json.loads(line) for line in lines]
+    return [parse_json(path, number, line) for number, line in enumerate(lines, 1)]
 
 
 # ---- Processes. Every process calls the same collectives in the same order, whatever its data ----

@@ -234,6 +234,23 @@ def test_only_the_part_after_thinking_is_run():
     assert agents.extract_program("```json\n{}\n```\ntext\n```python\nprint(1)\n```") == "print(1)\n"
 
 
+PROGRAMS_IN_REPLIES = [
+    ("1. Run this:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y\n"),  # indented like its fence
+    ("````python\nx\n```\ny\n````", "x\n```\ny\n"),  # a longer fence holds a shorter one
+    ("```{python}\nx\n```", "x\n"),
+    ("```python title='a'\nx\n```", "x\n"),
+    ("```c++\nx\n```\nand\n```python\ny\n```", "y\n"),
+    ("```x``` is short\n```python\ny\n```", "y\n"),
+    ("```python\r\nx\r\n```\r\n", "x\r\n"),
+    ("```python\nx\n", None),
+]
+
+
+@pytest.mark.parametrize("reply, program", PROGRAMS_IN_REPLIES)
+def test_programs_as_models_fence_them(reply, program):
+    assert agents.extract_program(reply) == program
+
+
 def test_digests_are_the_same_in_every_process():
     """hash() of a string is salted in each process: with it, ranks would draw different problems."""
     assert agents.digest("a", 1) == 4115538386074285390
@@ -263,6 +280,11 @@ GOOD_FILES = [
     ('{"question": "a", "answer": "\\\\boxed{\\\\frac{1}{2}}"}', [("f/1", "\\frac{1}{2}")]),
     ('{"question": "a", "answer": " **7** "}', [("f/1", "7")]),
     ('{"question": "a", "answer": -0.0}', [("f/1", "0")]),
+    ('{"question": "a", "answer": 0.00001}', [("f/1", "0.00001")]),  # not 1e-05
+    ('{"question": "a", "answer": "The answer is 7."}', [("f/1", "7.")]),
+    ('{"question": "a", "answer": "**Answer: 7**"}', [("f/1", "7")]),
+    ('{"question": "a", "answer": "#### Answer\\n7"}', [("f/1", "7")]),
+    ('{"question": "a", "answer": "`7`"}', [("f/1", "7")]),
 ]
 
 
@@ -287,6 +309,9 @@ BROKEN_FILES = [
     ('[{"prompt": "a", "answer": NaN}]', "entry 1: a prompt and an answer are needed"),
     ('[{"prompt": "a", "answer": Infinity}]', "entry 1: a prompt and an answer are needed"),
     ('[{"prompt": "a", "answer": ["7"]}]', "entry 1: a prompt and an answer are needed"),
+    ('[{"prompt": "a", "answer": "\\frac{1}{2}"}]', "entry 1: the answer .* holds a control character"),
+    ('[{"prompt": "a \\ud83d", "answer": "7"}]', "entry 1: half of a character"),
+    ('[{"prompt": "a", "answer": ' + 5000 * "7" + "}]", "line 1: this is not JSON"),
     # truths that no reply could match: accuracy would be 0 without a word
     ('[{"prompt": "a", "answer": "12 + \\\\frac{1"}]', "entry 1: no reply can box the answer"),
     ('[{"prompt": "a", "answer": "7}"}]', "entry 1: no reply can box the answer"),

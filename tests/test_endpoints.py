@@ -116,7 +116,7 @@ def test_an_address_is_used_as_it_is_given(endpoint, path, asked):
     assert [request.path for request in endpoint.seen] == [asked]
 
 
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "v1", "http://"])
+@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "v1", "http://", "http://[::1/v1", "http://h/ü"])
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(InputError, match="is no address of a coach"):
         ApiModel(url, "m", "")
@@ -149,6 +149,23 @@ def test_a_coach_that_cannot_judge_stops_a_run_at_its_start(endpoint, entry, wor
         api(endpoint, "/api/v2").probe()
     assert f"(asked at http://127.0.0.1:{endpoint.server_port}/api/v2/chat/completions)" in str(error.value)
     assert "SECRET" not in str(error.value)
+
+
+def test_what_is_around_a_coach_may_be_damaged(endpoint, tmp_path):
+    """A key file that ends with a line end, a key that no header can hold, a cache that a crash left half written."""
+    api(endpoint, key="sk-SECRET\n").probe()
+    headers = {name.lower(): value for name, value in endpoint.seen[0].headers.items()}
+    assert headers["authorization"] == "Bearer sk-SECRET"
+    with pytest.raises(InputError, match="no header"):
+        api(endpoint, key="sk-ü")
+    question = [{"role": "user", "content": "?"}]
+    assert api(endpoint, cache=str(tmp_path)).ask(question) == "SCORE: 7"
+    [kept] = tmp_path.iterdir()
+    for damaged in ("", "{", "[]", "{}"):
+        kept.write_text(damaged)
+        assert api(endpoint, cache=str(tmp_path)).ask(question) == "SCORE: 7"
+    endpoint.script = [Status(200, body={"choices": [{"message": {"content": 7}, "finish_reason": "stop"}]})]
+    assert api(endpoint).ask(question).kind == "reply"
 
 
 def test_one_case_that_is_too_long_is_a_failure_of_that_case(endpoint):

@@ -135,7 +135,7 @@ def test_peft_opens_an_adapter(tmp_path):
         )
 
 
-@pytest.mark.parametrize("what", ["alpha", "tensor", "shape", "file", "base"])
+@pytest.mark.parametrize("what", ["alpha", "tensor", "shape", "file", "base", "no base", "other scale"])
 def test_a_broken_adapter_is_one_sentence(tmp_path, what):
     _, base_folder, adapter_folder = saved_adapter(tmp_path)
     settings = read_json(str(adapter_folder), "adapter_config.json")
@@ -148,6 +148,10 @@ def test_a_broken_adapter_is_one_sentence(tmp_path, what):
         del tensors[name]
     elif what == "shape":
         tensors[name] = tensors[name][:1].contiguous()
+    elif what == "no base":
+        settings["base_model_name_or_path"] = None
+    elif what == "other scale":
+        settings["use_rslora"] = True
     elif what == "base":
         settings["base_model_name_or_path"] = str(tmp_path / "none")
     save_file(tensors, path)

@@ -166,6 +166,34 @@ def test_a_template_that_refuses_every_conversation_is_one_sentence():
         agents.render(tokenizer, Agent("A", "{problem}", role="You solve."), {"problem": "1+1?"})
 
 
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (
+            "{% for m in messages %}{% for c in m['content'] %}{{ c.text }}{% endfor %}{% endfor %}",
+            "leaves messages out",
+        ),
+        ("{{ messages[-1].content }}", "leaves messages out"),
+        ("{{ messages[0].content + 1 }}", "refuses a conversation"),
+    ],
+)
+def test_a_template_that_cannot_hold_a_conversation_is_refused_when_loaded(tmp_path, template, message):
+    """Symptom: every prompt is empty, without a word. Cause: the template reads contents as lists of parts."""
+    with pytest.raises(InputError, match=message):
+        load(str(saved(tmp_path, template)))
+
+
+@pytest.mark.parametrize("between", ["", " ", "\n"])
+def test_a_terminator_need_not_be_the_first_thing_after_a_reply(between):
+    """Symptom: it is written twice. Cause: Llama 2 puts a space before it, DeepSeek-Coder a line end."""
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + 'BETWEEN<|eot|>' }}{% endfor %}"
+    tokenizer = tokenizer_with(template.replace("BETWEEN", between))
+    end = tokenizer.convert_tokens_to_ids("<|eot|>")
+    assert agents.turn_end(tokenizer) == end
+    following = agents.extend(tokenizer, [10], [11, end], "error")
+    assert following.count(end) == 2 and following[:3] == [10, 11, end]
+
+
 def test_a_template_that_writes_the_date_gets_the_runs(monkeypatch):
     """Symptom: a run that goes on tomorrow has other prompts. Guard: the day is fixed in config.json."""
     tokenizer = tokenizer_with(LLAMA3)
