@@ -1033,6 +1033,8 @@ def load_problem(path, number, entry, data_root, texts):
     matched = truth != "" and boxed(f"\\boxed{{{truth}}}") == truth and len(truth) <= LONGEST_TRUTH
     require(matched, f"{where}: no reply can box the answer {str(answer)[:60]!r}: give the final answer alone")
     return Problem(f"{stem}/{entry.get('id', number)}", question, truth)
+
+
 # a LaTeX command such as \frac, written in JSON with one backslash: another character is made of it
 
 # \\frac, \\text, \\right, \\neq and the like, written in JSON with one backslash, which makes another character of it
@@ -1296,7 +1298,7 @@ def subset(problems, count, seed):
     """`count` of the problems, in order, drawn as the paper draws its 512 of 933 (numpy's legacy generator)."""
     import numpy as np
 
-    require(0 < count <= len(problems), f"a subset of {count} problems needs as many, there are {len(problems)}")
+    require(0 < count <= len(problems), f"a subset must have 1 to {len(problems)} problems, not {count}")
     drawn = np.random.RandomState(seed).choice(len(problems), count, replace=False)
     return [problems[i] for i in sorted(drawn)]
 
@@ -1536,7 +1538,9 @@ class Sandbox:
                 raise SandboxError(f"{probed.status}: {probed.output.strip()[-300:]}")
         except SandboxError as error:
             self.close()
-            raise InputError(f"no isolation here ({error}); --sandbox limits needs none, but not root") from None
+            raise InputError(
+                f"no isolation here ({error}); --sandbox limits works without it, but not as root"
+            ) from None
         if self.level == "limits":
             print("WARNING: programs run WITHOUT isolation, can do what you can", file=sys.stderr)
 
@@ -1978,7 +1982,7 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 LOAD, IF_EQUAL, IF_NOT_LESS, IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 CALL_NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16
 
-# Verdicts of a seccomp filter. FAIL + number: the call is not done, and the program sees that error
+# Responses of a seccomp filter. FAIL + number: the call is not done, and the program sees that error
 # number (1 is EPERM, 38 ENOSYS; 0 is no error, so that the call looks done).
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 PERMISSION, NO_SUCH_CALL, PRETEND = FAIL + 1, FAIL + 38, FAIL + 0

@@ -53,7 +53,7 @@ from torch.utils.checkpoint import checkpoint
 
 from agents import InputError, read_json, require, turn_end
 
-# attention by kernels that do not plan anew for each shape, as cuDNN's do
+# no attention by cuDNN: it makes a new plan for every new shape
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 # ---- Configuration -------------------------------------------------------------------------------
@@ -139,18 +139,6 @@ def unsupported_options(hf_config, rope):
 
 
 # ---- The decoder: attributes have Hugging Face's names, so that weights need no key map ----------
-
-
-class RMSNorm(nn.Module):
-    """y = w * x / sqrt(mean(x^2) + eps), computed in float32 whatever the dtype of x."""
-
-    def __init__(self, size, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 # Rotary positions (RoPE, arXiv 2104.09864): pair i of the D/2 pairs of dimensions of a query or key
@@ -262,9 +250,10 @@ class KVCache:
     """Keys and values of the tokens seen so far: for each layer one tensor [2, rows, slots, kv_heads, D].
 
     NOTE: a token's slot IS its position. Ragged contexts therefore need no left padding: each row
-    fills its own slots 0..length-1. What a padded prefill wrote beyond them is overwritten when the
-    row gets there, and a query at position p looks at exactly the slots <= p. A cache lives inside
-    one call of sample(): none survives an update of the weights.
+    fills its own slots 0..length-1. Whatever else a row holds (padding of a prefill, an earlier
+    sequence, what a free row decoded) is overwritten before a query may look at it, for a query at
+    position p looks at exactly the slots <= p. A cache lives inside one call of sample(): none
+    survives an update of the weights.
     """
 
     def __init__(self, config, device, dtype):
@@ -300,8 +289,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, this, layer):
         """Map x [B, T, H] to [B, T, H]; writes into the cache, if there is one.
@@ -314,6 +303,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, T, -1, self.head_dim)
         q, k = rotate(q, *this.angles), rotate(k, *this.angles)
         if this.cache is not None:
+            # places [B, 1] and positions [B, T] pick B x T slots: both sides are [2, B, T, kv_heads, D]
             this.cache.layers[layer][:, this.places, this.positions] = torch.stack([k, v])
         if this.visible is None:
             out = self.attend(q, k, v)
@@ -365,9 +355,9 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x, this, layer):
@@ -391,7 +381,7 @@ class Transformer(nn.Module):
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
@@ -404,7 +394,7 @@ class Transformer(nn.Module):
         return self.run(ids, Pass(rotary_angles(positions, self.config)))
 
     def prefill(self, contexts, cache, places):
-        """Run contexts (lists of ids) into these rows of the cache, all empty; the hidden state [B, H] of each end."""
+        """Run contexts (lists of ids) into these free rows of the cache; the hidden state [B, H] of each end."""
         ids, positions = right_pad(contexts, self.device)
         rows = torch.tensor(places, device=self.device)[:, None]  # [B, 1]
         hidden = self.run(ids, Pass(rotary_angles(positions, self.config), cache, rows, positions))  # [B, T, H]
@@ -505,14 +495,12 @@ class Completion:
     truncated: bool  # the limit came before a terminator
 
 
-def cache_room(gib):
-    """Bytes that the cache may take: so many GiB; with 0, most of what is free now on a GPU, and 4 GiB on a CPU."""
-    if gib:
-        return int(gib * 2**30)
-    if not torch.cuda.is_available():
+def cache_room(device):
+    """Bytes that the cache may take by default: most of what is free now on a GPU, and 4 GiB on a CPU."""
+    if torch.device(device).type != "cuda":
         return 4 << 30
-    free, _ = torch.cuda.mem_get_info()
-    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(0.8 * (free + unused))  # the rest is for activations and for moving rows
 
 
@@ -523,7 +511,7 @@ def sample(model, contexts, uniforms, max_new_tokens, temperature=1.0, **limits)
 
 
 def sample_as_they_end(
-    model, contexts, uniforms, max_new_tokens, temperature=1.0, rows=256, cache_bytes=4 << 30, prefill_budget=16_384
+    model, contexts, uniforms, max_new_tokens, temperature=1.0, rows=256, cache_bytes=0, prefill_budget=16_384
 ):
     """Sample one completion for each of B contexts from softmax(logits / temperature); yields (index, Completion).
 
@@ -532,32 +520,34 @@ def sample_as_they_end(
     see draw().
     temperature: 0 means greedy (log-probabilities are then those of temperature 1).
     rows: how many contexts are worked on at once, at most.
-    cache_bytes: how large the cache may get; at least one context is worked on, whatever its size.
+    cache_bytes: how large the cache may get, 0: see cache_room(). At least one context is worked on,
+    whatever its size.
     prefill_budget: how many padded tokens are prefilled at a time, which bounds the memory of activations.
 
     A context that ends hands its place to the next one that waits. Neither the order nor the company
     of a context changes its tokens, for each is decided by its own uniform number.
     """
+    cache_bytes = cache_bytes or cache_room(model.device)
     batch = Batch(model, uniforms, max_new_tokens, temperature, rows, cache_bytes, prefill_budget)
     waiting = deque(Sequence(i, list(context), len(context)) for i, context in enumerate(contexts))
     while waiting or batch.live():
         with torch.inference_mode():  # NOTE: not around the generator, or its caller would be in that mode too
             batch.admit(waiting)
             batch.draw_next()
-            ended = batch.collect() if batch.is_time_to_look() else []
+            ended = batch.collect() if batch.is_time_to_collect() else []
             batch.advance(waiting)
         for sequence in ended:
             truncated = sequence.ids[-1] not in model.stop_ids
-            yield sequence.index, Completion(sequence.ids[sequence.length :], sequence.logprobs, truncated)
+            yield sequence.index, Completion(sequence.ids[sequence.n_context :], sequence.logprobs, truncated)
 
 
-@dataclass(eq=False)  # two of them are never equal
+@dataclass(eq=False)  # `in` and remove() go by identity
 class Sequence:
     """A context that is worked on, or that waits, and what has been drawn after it."""
 
     index: int  # among the contexts
     ids: list  # of the context, and those drawn so far
-    length: int  # of the context
+    n_context: int  # length of the context
     logprobs: list = field(default_factory=list)  # of the ids that were drawn
 
 
@@ -574,7 +564,7 @@ class Batch:
         # at which the host waits for it. On a CPU neither matters.
         on_gpu = model.device.type == "cuda"
         self.slot_step = 256 if on_gpu else 32
-        self.look_every = 8 if on_gpu else 1  # draws from one collect() to the next
+        self.collect_every = 8 if on_gpu else 1  # draws from one collect() to the next
         self.uniforms = torch.as_tensor(np.asarray(uniforms), dtype=torch.float64, device=model.device)
         self.stop_ids = set(model.stop_ids)
         dtype = model.embed_tokens.weight.dtype
@@ -590,7 +580,7 @@ class Batch:
 
     def slots_for(self, sequences):
         """How many slots the longest of these Sequences needs until the next collect(), rounded up."""
-        longest = max((len(sequence.ids) for sequence in sequences), default=0) + self.look_every
+        longest = max((len(sequence.ids) for sequence in sequences), default=0) + self.collect_every
         return math.ceil(longest / self.slot_step) * self.slot_step
 
     def fits(self, rows, slots):
@@ -659,10 +649,10 @@ class Batch:
         """How many tokens have been drawn for a Sequence."""
         return len(sequence.logprobs) + len(self.drawn)
 
-    def is_time_to_look(self):
+    def is_time_to_collect(self):
         """Have enough tokens been drawn since the last collect(), or is a Sequence at its limit?"""
         at_limit = any(self.count(sequence) == self.max_new_tokens for sequence in self.live())
-        return at_limit or len(self.drawn) == self.look_every
+        return at_limit or len(self.drawn) == self.collect_every
 
     def collect(self):
         """Write down what was drawn; the Sequences that have ended. Their places are free from here on."""

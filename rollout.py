@@ -45,7 +45,7 @@ from agents import (
     shown_observation,
 )
 from judge import GRADERS, Case, Failure, Grade, Verdict, measures
-from model import cache_room, sample_as_they_end
+from model import sample_as_they_end
 
 # ---- What is recorded ----------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ def sample_replies(agent, turn, episodes, contexts, model, tokenizer, sampling):
     """Sample the agent's reply in each episode and append it as an Action; yields each episode as its reply ends."""
     count = sampling.max_new_tokens
     draws = [uniforms(sampling.stream, e.problem.id, e.sample, agent.name, turn, count) for e in episodes]
-    limits = dict(rows=sampling.rows, cache_bytes=cache_room(sampling.cache_gib))
+    limits = dict(rows=sampling.rows, cache_bytes=int(sampling.cache_gib * 2**30))
     for i, c in sample_as_they_end(model, contexts, draws, count, sampling.temperature, **limits):
         text = text_of(c.ids, contexts[i], tokenizer)
         episodes[i].actions.append(Action(agent.name, turn, contexts[i], c.ids, c.logprobs, c.truncated, text))

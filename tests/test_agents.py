@@ -397,7 +397,7 @@ def test_the_papers_subset():
     np.random.choice(933, 512, replace=False)
     assert agents.subset(list(range(933)), 512, 42) == expected
     assert np.random.rand() == follows
-    with pytest.raises(InputError, match="a subset of 4 problems needs as many, there are 3"):
+    with pytest.raises(InputError, match="a subset must have 1 to 3 problems, not 4"):
         agents.subset(list(range(3)), 4, 42)
 
 

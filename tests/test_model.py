@@ -422,7 +422,7 @@ def test_rows_that_are_looked_at_seldom_are_the_same(tiny, monkeypatch):
 
     def like_a_gpu(self, *arguments):
         begin(self, *arguments)
-        self.look_every, self.slot_step = 8, 256
+        self.collect_every, self.slot_step = 8, 256
 
     monkeypatch.setattr(model.Batch, "__init__", like_a_gpu)
     found = model.sample(network, RAGGED, uniforms, 30, rows=5)
