@@ -906,7 +906,7 @@ def parse_verdict(reply, with_truth):
 
 
 def own_lines(lines):
-    """Number of a line -> the line in lower case without decoration, for lines that are the coach's own: not quoted."""
+    """Number of a line -> it in lower case, undecorated: lines with a score that are the coach's own, not quoted."""
     found = {}
     fence = ""  # the mark that ends the block that is open
     for number, line in enumerate(lines):
@@ -918,7 +918,7 @@ def own_lines(lines):
             fence = opening[0]
         elif mark == "<<<":  # ours, see fenced()
             fence = ">>>"
-        elif not mark.startswith(">") and len(line) <= LONGEST_VERDICT:
+        elif not mark.startswith(">") and len(line) <= LONGEST_VERDICT and "score" in line.lower():
             found[number] = " ".join(line.lower().translate(DECORATION).split())
     return found
 
