@@ -327,12 +327,10 @@ def dated(template, date):
 
 def takes_system(tokenizer):
     """Does the chat template show a system message? Some refuse it, and some leave it out without a word."""
-    from jinja2 import TemplateError
-
     messages = [{"role": "system", "content": "of the system"}, {"role": "user", "content": "of the user"}]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError:
+    except Exception:  # as in chat_text()
         return False
     return "of the system" in text
 
@@ -1184,7 +1182,8 @@ def true_values(texts, kind):
 def read_submission(data, answer_key, answers):
     """id -> predictions, as texts, of a submission's bytes. Raises ValueError, or csv.Error, with what is wrong."""
     names = [answer_key.id_column, *answer_key.targets]
-    return read_rows(data, names, True, answers.numeric_ids, most_rows=len(answers.ids))
+    numeric_ids, most_rows = answers.numeric_ids, len(answers.ids)
+    return read_rows(data, names, exact_columns=True, numeric_ids=numeric_ids, most_rows=most_rows)
 
 
 # ---- DSBench's task files: questions whose data lie beside them ----------------------------------

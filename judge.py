@@ -141,24 +141,9 @@ NOT_UNITS = {  # words that change the value of the number before them
     *("halves", "third", "thirds", "quarter", "quarters"),
     *("dozen", "dozens", "score", "gross", "tens", "hundred", "hundreds", "thousand", "thousands", "million", "mil"),
     *("millions", "billion", "billions", "bn", "trillion", "trillions", "lakh", "crore", "cent", "cents", "am", "pm"),
-    *(
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sqrt",
-        "tau",
-        "at",
-        "least",
-        "most",
-        "below",
-        "above",
-        "zero",
-    ),
+    *("cot", "sec", "csc", "arcsin", "arccos", "arctan", "sqrt", "tau", "at", "least", "most", "below", "above"),
     *("with", "without", "remainder", "negative", "profit", "gain", "loss", "north", "south", "east", "west", "left"),
-    *("right", "before", "after", "ago", "ahead", "behind", "up", "down", "even", "odd"),
+    *("right", "before", "after", "ago", "ahead", "behind", "up", "down", "even", "odd", "zero"),
 }
 UNIT_LETTERS = {"m", "g", "s", "h", "l", "L"}  # single letters that are units in an upright text
 SHORT_UNITS = {  # words of two or three letters that are units without such a text; 5 xy is none
@@ -413,8 +398,8 @@ def simplified_term(factors):
         return factors
     above, below = factors[: bars[0]], factors[bars[0] + 1 :]
     powers = [f for f in below[1:] if isinstance(f, str) and f.startswith(("^", "_"))]
-    several = not below or len(powers) != len(below) - 1 or (str(below[0]).isalpha() and len(str(below[0])) > 1)
-    if several:
+    is_one = len(powers) == len(below) - 1 and (len(str(below[0])) == 1 or not str(below[0]).isalpha())
+    if not is_one:
         return factors  # in a/bc it is not clear what is below
     return [quotient(without_parentheses(above), without_parentheses(below))]
 

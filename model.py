@@ -102,8 +102,6 @@ def model_config(hf_config):
 
     # our names for the fields, with the defaults of transformers for those that may be absent
     sizes = {name: hf_config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    scaling = hf_config.get("rope_scaling")
-    require(scaling is None or isinstance(scaling, dict), f"config.json: rope_scaling must be an object, not {scaling}")
     heads = hf_config["num_attention_heads"]
     kv_heads = hf_config.get("num_key_value_heads") or heads
     head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
@@ -121,6 +119,7 @@ def rope_settings(hf_config):
     top level and the rest into rope_scaling, in which "type" is the old name of "rope_type".
     """
     written = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    require(isinstance(written, dict), f"config.json: rope_scaling must be an object, not {written}")
     rope_type = written.get("rope_type") or written.get("type", "default")
     theta = written.get("rope_theta") or hf_config.get("rope_theta", 10_000.0)
     return written | {"rope_type": rope_type, "rope_theta": theta}
@@ -566,7 +565,6 @@ class Batch:
         self.slot_step = 256 if on_gpu else 32
         self.collect_every = 8 if on_gpu else 1  # draws from one collect() to the next
         self.uniforms = torch.as_tensor(np.asarray(uniforms), dtype=torch.float64, device=model.device)
-        self.stop_ids = set(model.stop_ids)
         dtype = model.embed_tokens.weight.dtype
         self.cache = KVCache(model.config, model.device, dtype)
         self.at = []  # place -> its Sequence, or None where it is free
@@ -600,14 +598,13 @@ class Batch:
             new.append(waiting.popleft())
         if not new:
             return
-        free = self.at.count(None)
         slots = self.slots_for([*live, *new])
-        if len(new) > free or slots > self.cache.slots:
+        if len(new) > self.at.count(None) or slots > self.cache.slots:
             self.rearrange(live, len(live) + len(new), slots)
-        places = [place for place, sequence in enumerate(self.at) if sequence is None]
-        for place, sequence in zip(places, new, strict=False):
+        places = [place for place, sequence in enumerate(self.at) if sequence is None][: len(new)]
+        for place, sequence in zip(places, new, strict=True):
             self.at[place] = sequence
-        self.fill([place for place in places if self.at[place] is not None])
+        self.fill(places)
 
     def rearrange(self, kept, rows, slots):
         """Make a cache of these sizes, with the Sequences `kept` at its first places; returns their former places."""
@@ -666,9 +663,9 @@ class Batch:
             for token, logprob in zip(tokens[place], logprobs[place], strict=True):
                 sequence.ids.append(token)
                 sequence.logprobs.append(logprob)
-                if token in self.stop_ids:
+                if token in self.model.stop_ids:
                     break  # what was drawn after it counts for nothing
-            if sequence.ids[-1] in self.stop_ids or len(sequence.logprobs) == self.max_new_tokens:
+            if sequence.ids[-1] in self.model.stop_ids or len(sequence.logprobs) == self.max_new_tokens:
                 ended.append(sequence)
                 self.at[place] = None
         return ended
@@ -982,10 +979,7 @@ def save_adapter(model, base, path):
     """Write the adapter of a model as peft does; base: folder or hub id of the frozen model."""
     os.makedirs(path, exist_ok=True)
     found = adapters(model)
-    tensors = {}
-    for name, module in found.items():
-        for part in ("lora_A", "lora_B"):
-            tensors[f"{PEFT_PREFIX}{name}.{part}.weight"] = getattr(module, part).detach().cpu().clone()
+    tensors = {name: parameter.detach().cpu().clone() for name, parameter in adapter_parameters(model).items()}
     save_file(tensors, os.path.join(path, "adapter_model.safetensors"), metadata={"format": "pt"})
     settings = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True)
     settings |= dict(r=len(next(iter(found.values())).lora_A), lora_alpha=LORA_ALPHA, lora_dropout=0.0, bias="none")
@@ -993,7 +987,9 @@ def save_adapter(model, base, path):
     write_json(path, "adapter_config.json", settings)
 
 
-PEFT_PREFIX = "base_model.model.model."  # what peft puts before the names of modules
+def adapter_parameters(model):
+    """peft's name -> parameter, of the adapter in a model."""
+    return {f"base_model.model.model.{name}.weight": p for name, p in model.named_parameters() if "lora_" in name}
 
 
 def load_adapter(path, base):
@@ -1006,12 +1002,11 @@ def load_adapter(path, base):
     require(not used, f"{path}: the adapter uses {', '.join(used)}, which model.py does not implement")
     model = with_adapter(base, settings["r"])
     tensors = read_safetensors(os.path.join(path, "adapter_model.safetensors"))
-    for name, module in adapters(model).items():
-        for part in ("lora_A", "lora_B"):
-            own, theirs = getattr(module, part), tensors.pop(f"{PEFT_PREFIX}{name}.{part}.weight", None)
-            fits = theirs is not None and theirs.shape == own.shape
-            require(fits, f"{path}: {name}.{part} is missing, or of another shape than {list(own.shape)}")
-            own.data.copy_(theirs)
+    for name, own in adapter_parameters(model).items():
+        theirs = tensors.pop(name, None)
+        fits = theirs is not None and theirs.shape == own.shape
+        require(fits, f"{path}: {name} is missing, or of another shape than {list(own.shape)}")
+        own.data.copy_(theirs)
     require(not tensors, f"{path} has {len(tensors)} tensors that this model lacks, such as {min(tensors, default='')}")
     return model
 

@@ -60,7 +60,7 @@ from agents import InputError, digest, read_json, require, write_atomically
 from eval import kind_figures, latest_checkpoint, print_summary, shown, summarise, summarise_agent
 from judge import ApiModel, Failure, LocalModel, has_rules, judge_by, nobody, rules
 from model import Transformer, compute_dtype, load, save, save_adapter, tiny, token_logprobs, with_adapter
-from rollout import Action, RunError, Sampling, Stopped, all_reduce, barrier, collect, gather, rank, together, world
+from rollout import Action, RunError, Sampling, Stopped, all_reduce, collect, gather, rank, together, world
 
 # ---- Configuration -------------------------------------------------------------------------------
 
@@ -986,16 +986,20 @@ def check_shared_folder(config):
     """Raise InputError unless the run folder is the same one for all processes. A collective."""
     # a word that only this start of the run knows
     word = gather([f"{time.time_ns()} {os.getpid()}"])[0]
+    together(write_or_fail, config.out, write_claim, word)
     claim = Path(config.out, "claim")
-    if rank() == 0:
-        claim.write_text(word, encoding="utf-8")
-    barrier()
     found = claim.exists() and claim.read_text(encoding="utf-8") == word
     everywhere = all(gather([found]))
     if rank() == 0:
         claim.unlink()
     sentence = f"the run folder {config.out} is not one folder for all processes: it must be on a shared disk"
     together(require, everywhere, sentence)
+
+
+def write_claim(out, word):
+    """Leave a word in the run folder; the first process does it."""
+    if rank() == 0:
+        Path(out, "claim").write_text(word, encoding="utf-8")
 
 
 def check_same_problems(config, problems):
@@ -1058,10 +1062,11 @@ def run_training(config):
     device = together(rollout.choose_device, config.device)
     pipeline = agents.PIPELINES[config.pipeline]
     problems, held_out = together(read_problems, config)
-    together(check_same_problems, config, [*problems, *held_out])
+    all_problems = [*problems, *held_out]
+    together(check_same_problems, config, all_problems)
     coach, api = together(make_coach, config, device)
     with together(rollout.open_sandbox, config, pipeline) as sandbox:
-        reference, tokenizer = load_start(config, device, [*problems, *held_out])
+        reference, tokenizer = load_start(config, device, all_problems)
         policies = make_policies(reference, pipeline, config)
         reference.requires_grad_(False)
         run = Run(config, pipeline, problems, held_out, coach, api, tokenizer, reference, policies, sandbox)

@@ -233,6 +233,14 @@ def test_a_size_that_is_missing_or_none_is_one_sentence(tmp_path, name, value):
         load(str(saved(tmp_path, **{name: value})))
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_a_rope_scaling_that_is_a_word_is_one_sentence(tmp_path, name):
+    """Symptom: AttributeError. Cause: the check stood behind the first look into it."""
+    changes = dict(rope_scaling=None, rope_parameters=None) | {name: "linear"}
+    with pytest.raises(InputError, match="rope_scaling must be an object, not linear"):
+        load(str(saved(tmp_path, **changes)))
+
+
 def test_an_id_without_a_row_is_refused(tmp_path):
     """Symptom: IndexError in the first prompt. Cause: the template writes a token beyond the embedding's last row."""
     model, _ = tiny(PRINTABLE)
