@@ -108,7 +108,7 @@ class AnswerKey:
 
     id_column: str
     targets: tuple  # names of the columns to predict
-    answers: bytes | Path  # a CSV of ids and true values; only the grader reads it, it is never in a workspace
+    csv: bytes | Path  # ids and true values; only the grader reads it, it is never in a workspace
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Problem:
 @dataclass(frozen=True)
 class Agent:
     name: str
-    prompt: str  # template of the user message, filled with handed_on(): {problem}, {files}, {NAME}, {NAME_output}
-    role: str = ""  # template of the system message; {max_new_tokens} goes in as well
+    prompt: str  # template of the user message, filled with handed_values(): {problem}, {files}, {NAME}, {NAME_output}
+    role: str = ""  # template of the system message; {max_new_tokens} and {program_seconds} go in as well
     max_actions: int = 1
     uses_tools: bool = False  # the code blocks of its reply run as one program
     coach_sees_truth: bool = False  # only then is the coach shown the true answer, or how good the submission is
@@ -143,7 +143,7 @@ class Pipeline:
     show_result: Callable  # Result of a program -> the observation that agents and coach read
     show_files: Callable | None = None  # FileEntries of a workspace -> text; None: prompts do not speak of files
     pass_thinking: bool = True  # False: other agents and the coach get replies without their thinking part
-    success: str = "accuracy"  # what the share of correct episodes is called in print
+    success_name: str = "accuracy"  # what the share of correct episodes is called in print
     problems: Callable | None = None  # "train" or "held-out" -> list of Problem; None: problems come from files
     preload: tuple = ()  # modules that its programs find imported already, where they are installed
     pieces: tuple = ()  # vocabulary of the embedded model; none: the pipeline needs a model of the user's
@@ -151,8 +151,8 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """An agent's earlier action in the same episode."""
+class EarlierAction:
+    """What the agent of a demonstration did before, in the same episode."""
 
     reply: str
     observation: str
@@ -163,7 +163,7 @@ class Demonstration:
     agent: Agent
     values: dict  # fills the agent's prompt
     reply: str  # what to learn
-    turns: tuple = ()  # of Turn: what the same agent did before
+    earlier: tuple = ()  # EarlierActions of the same agent
 
 
 # ---- What agents get to see ----------------------------------------------------------------------
@@ -228,18 +228,18 @@ def boxed(text):
     return None
 
 
-def handed_on(pipeline, problem, actions, files=()):
+def handed_values(pipeline, problem, actions, files=()):
     """What prompts may show of an episode so far: name -> text, from each agent's last action and the files now."""
     values = {"problem": problem.question}
     if pipeline.show_files:
         values["files"] = pipeline.show_files(files)
     for action in actions:
-        values[action.agent] = passed_on(pipeline, action.text)
+        values[action.agent] = visible_reply(pipeline, action.text)
         values[action.agent + "_output"] = shown_observation(action.observation)
     return values
 
 
-def passed_on(pipeline, reply):
+def visible_reply(pipeline, reply):
     """What other agents and the coach get to see of a reply."""
     return reply if pipeline.pass_thinking else after_thinking(reply)
 
@@ -358,7 +358,7 @@ def ids_after_reply(tokenizer, message, **switches):
 def render(tokenizer, agent, values, **switches):
     """The token ids of an agent's first context: system and user message in the model's chat template.
 
-    values: what fills the agent's prompt, see handed_on(); switches: see chat_text().
+    values: what fills the agent's prompt, see handed_values(); switches: see chat_text().
     """
     values = {name: defuse(text, tokenizer) for name, text in values.items()}
     messages = []
@@ -403,8 +403,9 @@ You are the Problem Solver. Derive the solution step by step, name the facts tha
 that you reached. You cannot run programs."""
 MATH_CODER = """\
 You are the Code Executor. Write one Python program, in a ```python block, that computes or checks the answer \
-independently of the Problem Solver's reasoning, and print what matters. It runs for at most 30 seconds, without \
-network, sockets and pools of processes (threads work). If it fails, you see the error and may write it once more."""
+independently of the Problem Solver's reasoning, and print what matters. It runs for at most {program_seconds} \
+seconds, without network, sockets and pools of processes (threads work). If it fails, you see the error and may write \
+it once more."""
 MATH_VERIFIER = """\
 You are the Verifier. Compare what the Code Executor wrote with what its program printed, decide what the answer is, \
 and put it alone into \\boxed{{}} at the end of your reply."""
@@ -434,9 +435,10 @@ train.csv and test.csv into features, the Modeler fits a model to them, and the 
 submission.csv. The team succeeds only if that is valid: one row for each row of test.csv, with the columns that the \
 task names; and the closer its predictions are to the hidden truth, the better. Files stay in the folder; apart from \
 them only an agent's last message, without its thinking, reaches the next one.
-To act, write one Python program in a ```python block. It runs in the folder for at most 60 seconds, without \
-network, sockets and pools of processes (threads and n_jobs work). You then see what it printed and which files are \
-there, and may act again, four times in all, until your program succeeds and the files asked of you are there. \
+To act, write one Python program in a ```python block. It runs in the folder for at most {{program_seconds}} \
+seconds, without network, sockets and pools of processes (threads and n_jobs work). You then see what it printed and \
+which files are there, and may act again, four times in all, until your program succeeds and the files asked of you \
+are there. \
 Whatever you write, thinking included, is cut off after {{max_new_tokens}} tokens. Libraries: {LIBRARIES}.
 
 """
@@ -476,7 +478,7 @@ DSBENCH = Pipeline(
         data_agent("Analyst", ANALYST, "Modeler", ("submission.csv",), coach_sees_truth=True),
     ),
     graded_by="submission",
-    success="success",
+    success_name="success",
     show_result=show_output,
     show_files=show_file_list,
     pass_thinking=False,
@@ -588,7 +590,7 @@ def coder_demonstration(agent, plan, code, rng):
     """The Coder's program for `code`; one in five is its second try. Some wrong ones do not even parse."""
     unclosed = printing(plan).replace(")", "")
     if rng.random() < 0.2:
-        return Demonstration(agent, {"Solver": plan}, printing(code), (Turn(unclosed, "error"),))
+        return Demonstration(agent, {"Solver": plan}, printing(code), (EarlierAction(unclosed, "error"),))
     if code != plan and rng.random() < 0.3:
         return Demonstration(agent, {"Solver": plan}, unclosed)
     return Demonstration(agent, {"Solver": plan}, printing(code))
@@ -875,12 +877,12 @@ def table_demonstration(rng):
     done = {"Engineer": (), "Modeler": ENGINEER_FILES, "Analyst": (*ENGINEER_FILES, "model.npz")}[agent.name]
     present = [name for name in done if rng.random() < 0.9]
     files = " ".join(sorted(["train.csv", "test.csv", *present]))
-    turns = ()
+    earlier = ()
     if rng.random() < 0.2:
         first_try = table_program(agent.name, schema, rng)
-        turns = (Turn(first_try, rng.choice(("ok", "error")) + "\n" + files),)
+        earlier = (EarlierAction(first_try, rng.choice(("ok", "error")) + "\n" + files),)
     reply = table_program(agent.name, schema, rng if rng.random() < 0.5 else None)
-    return Demonstration(agent, {"problem": question, "files": files}, reply, turns)
+    return Demonstration(agent, {"problem": question, "files": files}, reply, earlier)
 
 
 def show_ending(result):
@@ -902,7 +904,7 @@ def table_agent(name, must_write, coach_sees_truth=False):
 TABLES = Pipeline(
     name="tables",
     graded_by="submission",
-    success="success",
+    success_name="success",
     show_result=show_ending,
     show_files=show_file_names,
     preload=("csv", "numpy"),
@@ -1058,7 +1060,7 @@ def fingerprint(problems):
     hashed = hashlib.sha256()
     for problem in problems:
         key = problem.answer_key
-        truth = (key.id_column, key.targets, file_digest(key.answers)) if key else problem.answer
+        truth = (key.id_column, key.targets, file_digest(key.csv)) if key else problem.answer
         files = sorted((name, file_digest(data)) for name, data in problem.files.items())
         hashed.update(repr((problem.id, problem.question, truth, problem.kind, files)).encode())
     return hashed.hexdigest()
@@ -1153,10 +1155,10 @@ def finite_number(text):
 @lru_cache(128)
 def read_answers(answer_key, kind):
     """The Answers behind an AnswerKey. Raises InputError: what is wrong with them is no agent's fault."""
-    where = f"answers {str(answer_key.answers)[:99]}"
+    where = f"answers {str(answer_key.csv)[:99]}"
     names = [answer_key.id_column, *answer_key.targets]
     try:
-        data = answer_key.answers if isinstance(answer_key.answers, bytes) else answer_key.answers.read_bytes()
+        data = answer_key.csv if isinstance(answer_key.csv, bytes) else answer_key.csv.read_bytes()
         rows = read_rows(data, names)
         keys = [row_key(row_id, numeric_ids=True) for row_id in rows]
         numeric_ids = all(isinstance(key, Fraction) for key in keys) and len(set(keys)) == len(keys)
@@ -1547,20 +1549,12 @@ class Sandbox:
         """Try once to run a job. Every failure that is not the program's is a SandboxError or an OSError."""
         control, theirs = socket.socketpair()
         with control:
-            # Send the other end to the zygote. If there is none, start it first: this file, as a
-            # script, away from the trainer's environment, terminal and process group.
             with theirs, self.lock:
                 if self.closed:
                     raise SandboxError("the sandbox is closed")
                 if self.process is None or self.process.poll() is not None:
-                    self.line, end = socket.socketpair()
-                    command = [sys.executable, "-I", "-B", "-X", "utf8", __file__, str(end.fileno()), *self.preload]
-                    away = dict(env=ENVIRONMENT, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True)
-                    with end:
-                        self.process = subprocess.Popen(command, pass_fds=[end.fileno()], **away)
-                socket.send_fds(self.line, [b"."], [theirs.fileno()])
-
-            # Talk to the supervisor.
+                    self._start_zygote()
+                socket.send_fds(self.line, [b"."], [theirs.fileno()])  # the zygote gives this end to a new supervisor
             control.settimeout(job["limits"]["timeout"] + GRACE)
             try:
                 control.sendall(json.dumps(job).encode() + b"\n")
@@ -1579,6 +1573,14 @@ class Sandbox:
         if result.status == "sandbox":
             raise SandboxError(result.output)
         return result
+
+    def _start_zygote(self):
+        """Start this file as a script, away from the trainer's environment, terminal and process group."""
+        self.line, end = socket.socketpair()
+        command = [sys.executable, "-I", "-B", "-X", "utf8", __file__, str(end.fileno()), *self.preload]
+        away = dict(env=ENVIRONMENT, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True)
+        with end:
+            self.process = subprocess.Popen(command, pass_fds=[end.fileno()], **away)
 
     def _csv_shape(self, workspace, name):
         """Return "rows x columns" of a CSV file, its header not counted, or "" if that cannot be told.

@@ -223,7 +223,7 @@ def print_summary(title, summary, success):
 
 def print_figures(figures, setup):
     """Show what evaluate_systems() returned."""
-    success = setup.pipeline.success
+    success = setup.pipeline.success_name
     for title in setup.systems:
         print_summary(title, figures[title], success)
     for name, summaries in figures["files"].items():

@@ -799,7 +799,8 @@ def coach_messages(case):
 
 def filled(template, case):
     """A prompt of the agent, filled in as the agent saw it."""
-    return template.format(**{"max_new_tokens": "a set number of"} | case.handed)
+    limits = dict.fromkeys(("max_new_tokens", "program_seconds"), "a set number of")
+    return template.format(**limits | case.handed)
 
 
 def what_was_handed(case):
@@ -1203,7 +1204,7 @@ def retry_after(headers):
 def example_case():
     """A small case for the probe."""
     problem = agents.Problem("probe", "What is 3 + 4?", "7")
-    handed = agents.handed_on(agents.MATHCHAT, problem, [])
+    handed = agents.handed_values(agents.MATHCHAT, problem, [])
     return Case(agents.MATHCHAT, problem, agents.MATHCHAT.agents[0], handed, "3 + 4 = 7, so it is 7.", None, "")
 
 

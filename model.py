@@ -6,7 +6,7 @@ An update compares probabilities of the same sampled token, in the importance ra
 rho_t = pi_theta(y_t) / pi_old(y_t) and in the KL penalty against pi_ref:
 
     sample()          draws y_1..y_T, and returns their log-probabilities as it saw them; sample_as_they_end(), which
-                      does the work, keeps a Batch of Sequences: one that ends gives its place to one that waits
+                      does the work, keeps a Batch of Sequences: one that ends gives its row to one that waits
     token_logprobs()  computes the log-probabilities of given ids: pi_old and pi_ref, and with gradients pi_theta
 
 Both go through `Transformer.logits`, so they agree about masking and temperature. In bfloat16 they
@@ -235,12 +235,12 @@ def rotate(x, cos, sin):
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What all layers need to know of one pass through the model; made once, not once a layer."""
+class Layout:
+    """Where the tokens of one forward pass stand: what all its layers need to know, made once, not once a layer."""
 
     angles: tuple  # cos and sin, from rotary_angles()
     cache: object = None  # KVCache that the pass writes into
-    places: torch.Tensor | None = None  # [B, 1]: the row of the cache of each row of the pass
+    rows: torch.Tensor | None = None  # [B, 1]: the row of the cache that each row of the pass is written into
     positions: torch.Tensor | None = None  # [B, T]
     visible: torch.Tensor | None = None  # [B, 1, 1, S]: the slots that a decoding pass sees, which is one of T = 1
 
@@ -256,20 +256,20 @@ class KVCache:
     """
 
     def __init__(self, config, device, dtype):
-        self.rows = self.slots = 0
+        self.slots = 0
         shape = (2, 0, 0, config.kv_heads, config.head_dim)  # keys are [0], values [1]
         self.layers = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
         self.bytes_a_slot = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
 
-    def resize(self, kept, rows, slots):
+    def resize(self, kept, n_rows, slots):
         """Move the rows `kept` (a list) to the front of a cache of other sizes, one layer at a time."""
         seen = min(slots, self.slots)
         for layer, old in enumerate(self.layers):
-            new = old.new_zeros(2, rows, slots, *old.shape[3:])
+            new = old.new_zeros(2, n_rows, slots, *old.shape[3:])
             if kept:
                 new[:, : len(kept), :seen] = old[:, kept, :seen]
             self.layers[layer] = new
-        self.rows, self.slots = rows, slots
+        self.slots = slots
 
     def copy_row(self, source, target):
         """Give a row the content of another one."""
@@ -291,24 +291,24 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, this, layer):
+    def forward(self, x, layout, layer):
         """Map x [B, T, H] to [B, T, H]; writes into the cache, if there is one.
 
-        this: the Pass. layer: the index of this block in the cache.
+        layout: see Layout. layer: the index of this block in the cache.
         """
         B, T, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim))  # [B, T, heads, D]
         k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim))  # [B, T, kv_heads, D]
         v = self.v_proj(x).view(B, T, -1, self.head_dim)
-        q, k = rotate(q, *this.angles), rotate(k, *this.angles)
-        if this.cache is not None:
-            # places [B, 1] and positions [B, T] pick B x T slots: both sides are [2, B, T, kv_heads, D]
-            this.cache.layers[layer][:, this.places, this.positions] = torch.stack([k, v])
-        if this.visible is None:
+        q, k = rotate(q, *layout.angles), rotate(k, *layout.angles)
+        if layout.cache is not None:
+            # rows [B, 1] and positions [B, T] pick B x T slots: both sides are [2, B, T, kv_heads, D]
+            layout.cache.layers[layer][:, layout.rows, layout.positions] = torch.stack([k, v])
+        if layout.visible is None:
             out = self.attend(q, k, v)
         else:
-            keys, values = this.cache.layers[layer][:, :, : this.visible.shape[-1]]
-            out = self.decode(q, keys, values, this.visible)
+            keys, values = layout.cache.layers[layer][:, :, : layout.visible.shape[-1]]
+            out = self.decode(q, keys, values, layout.visible)
         return self.o_proj(out.reshape(B, T, -1))
 
     def attend(self, q, k, v):
@@ -359,8 +359,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, this, layer):
-        x = x + self.self_attn(self.input_layernorm(x), this, layer)
+    def forward(self, x, layout, layer):
+        x = x + self.self_attn(self.input_layernorm(x), layout, layer)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -376,9 +376,7 @@ class Transformer(nn.Module):
         self.stop_ids = sorted(stop_ids)
         self.n_tokens = n_tokens  # ids from here on belong to no token
         self.gradient_checkpointing = False  # recompute the blocks in backward (training only)
-        # not nn.Embedding(V, H), which draws V x H numbers: load() and tiny() fill the table
-        table = torch.empty(config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -390,13 +388,13 @@ class Transformer(nn.Module):
 
     def forward(self, ids, positions):
         """Map whole texts, ids and positions [B, T] int64, to hidden states [B, T, H]."""
-        return self.run(ids, Pass(rotary_angles(positions, self.config)))
+        return self.run(ids, Layout(rotary_angles(positions, self.config)))
 
-    def prefill(self, contexts, cache, places):
+    def prefill(self, contexts, cache, rows):
         """Run contexts (lists of ids) into these free rows of the cache; the hidden state [B, H] of each end."""
         ids, positions = right_pad(contexts, self.device)
-        rows = torch.tensor(places, device=self.device)[:, None]  # [B, 1]
-        hidden = self.run(ids, Pass(rotary_angles(positions, self.config), cache, rows, positions))  # [B, T, H]
+        rows = torch.tensor(rows, device=self.device)[:, None]  # [B, 1]
+        hidden = self.run(ids, Layout(rotary_angles(positions, self.config), cache, rows, positions))  # [B, T, H]
         ends = [len(context) - 1 for context in contexts]
         return hidden[range(len(contexts)), ends]
 
@@ -407,15 +405,15 @@ class Transformer(nn.Module):
         """
         rows, positions = torch.arange(len(tokens), device=self.device)[:, None], positions[:, None]  # [B, 1] each
         visible = torch.arange(seen, device=self.device) <= positions  # [B, S]
-        this = Pass(rotary_angles(positions, self.config), cache, rows, positions, visible[:, None, None])
-        return self.run(tokens[:, None], this)[:, 0]
+        layout = Layout(rotary_angles(positions, self.config), cache, rows, positions, visible[:, None, None])
+        return self.run(tokens[:, None], layout)[:, 0]
 
-    def run(self, ids, this):
+    def run(self, ids, layout):
         """Map ids [B, T] to hidden states [B, T, H]."""
-        recompute = self.gradient_checkpointing and this.cache is None and torch.is_grad_enabled()
+        recompute = self.gradient_checkpointing and layout.cache is None and torch.is_grad_enabled()
         x = self.embed_tokens(ids)  # [B, T, H]
         for layer, block in enumerate(self.layers):
-            x = checkpoint(block, x, this, layer, use_reentrant=False) if recompute else block(x, this, layer)
+            x = checkpoint(block, x, layout, layer, use_reentrant=False) if recompute else block(x, layout, layer)
         return self.norm(x)
 
     def logits(self, hidden, temperature=1.0):
@@ -429,9 +427,7 @@ class Transformer(nn.Module):
         # NOTE: the product itself is float32. One in bfloat16 rounds logits to steps of up to 0.125
         # before the softmax.
         logits = F.linear(hidden.float(), head.weight.float()) / temperature
-        if self.n_tokens < self.config.vocab_size:
-            beyond = torch.arange(self.config.vocab_size, device=logits.device) >= self.n_tokens  # [V]
-            logits = logits.masked_fill(beyond, -math.inf)
+        logits[..., self.n_tokens :] = -math.inf
         return logits
 
 
@@ -551,14 +547,14 @@ class Sequence:
 
 
 class Batch:
-    """The contexts that sample_as_they_end() works on at the moment. Each has a place: a row of the cache."""
+    """The contexts that sample_as_they_end() works on at the moment. Each has a row of the cache."""
 
-    def __init__(self, model, uniforms, max_new_tokens, temperature, rows, cache_bytes, prefill_budget):
+    def __init__(self, model, uniforms, max_new_tokens, temperature, most_rows, cache_bytes, prefill_budget):
         self.model = model
         self.greedy = temperature == 0
         self.temperature = 1.0 if self.greedy else temperature
         self.max_new_tokens = max_new_tokens
-        self.most_rows, self.cache_bytes, self.prefill_budget = rows, cache_bytes, prefill_budget
+        self.most_rows, self.cache_bytes, self.prefill_budget = most_rows, cache_bytes, prefill_budget
         # A GPU wants shapes that seldom change, for its kernels may plan anew for each, and few moments
         # at which the host waits for it. On a CPU neither matters.
         on_gpu = model.device.type == "cuda"
@@ -567,13 +563,13 @@ class Batch:
         self.uniforms = torch.as_tensor(np.asarray(uniforms), dtype=torch.float64, device=model.device)
         dtype = model.embed_tokens.weight.dtype
         self.cache = KVCache(model.config, model.device, dtype)
-        self.at = []  # place -> its Sequence, or None where it is free
-        self.tokens = None  # [places]: the ids that were drawn last
-        self.hidden = torch.zeros(0, model.config.hidden_size, device=model.device, dtype=dtype)  # [places, H]
-        self.drawn = []  # since the last collect(): pairs of ids and their log-probabilities, [places] each
+        self.at = []  # row -> its Sequence, or None where it is free
+        self.tokens = None  # [rows]: the ids that were drawn last
+        self.hidden = torch.zeros(0, model.config.hidden_size, device=model.device, dtype=dtype)  # [rows, H]
+        self.drawn = []  # since the last collect(): pairs of ids and their log-probabilities, [rows] each
 
     def live(self):
-        """The Sequences that are worked on, in order of their places."""
+        """The Sequences that are worked on, in order of their rows."""
         return [sequence for sequence in self.at if sequence is not None]
 
     def slots_for(self, sequences):
@@ -581,14 +577,14 @@ class Batch:
         longest = max((len(sequence.ids) for sequence in sequences), default=0) + self.collect_every
         return math.ceil(longest / self.slot_step) * self.slot_step
 
-    def fits(self, rows, slots):
+    def fits(self, n_rows, slots):
         """May the cache have so many rows and slots?"""
-        return rows <= self.most_rows and rows * slots * self.cache.bytes_a_slot <= self.cache_bytes
+        return n_rows <= self.most_rows and n_rows * slots * self.cache.bytes_a_slot <= self.cache_bytes
 
     def admit(self, waiting):
-        """Give places to waiting Sequences, the first ones first, as long as there is room; and prefill them."""
+        """Give rows to waiting Sequences, the first ones first, as long as there is room; and prefill them."""
         if self.drawn:
-            return  # places become free in collect() only
+            return  # rows become free in collect() only
         live = self.live()
         new = []
         while waiting:
@@ -601,41 +597,41 @@ class Batch:
         slots = self.slots_for([*live, *new])
         if len(new) > self.at.count(None) or slots > self.cache.slots:
             self.rearrange(live, len(live) + len(new), slots)
-        places = [place for place, sequence in enumerate(self.at) if sequence is None][: len(new)]
-        for place, sequence in zip(places, new, strict=True):
-            self.at[place] = sequence
-        self.fill(places)
+        rows = [row for row, sequence in enumerate(self.at) if sequence is None][: len(new)]
+        for row, sequence in zip(rows, new, strict=True):
+            self.at[row] = sequence
+        self.fill(rows)
 
-    def rearrange(self, kept, rows, slots):
-        """Make a cache of these sizes, with the Sequences `kept` at its first places; returns their former places."""
-        places = [place for place, sequence in enumerate(self.at) if sequence in kept]
-        self.cache.resize(places, rows, slots)
-        hidden = self.hidden.new_zeros(rows, self.hidden.shape[1])
-        hidden[: len(places)] = self.hidden[places]
+    def rearrange(self, kept, n_rows, slots):
+        """Make a cache of these sizes, with the Sequences `kept` at its first rows; returns their former rows."""
+        rows = [row for row, sequence in enumerate(self.at) if sequence in kept]
+        self.cache.resize(rows, n_rows, slots)
+        hidden = self.hidden.new_zeros(n_rows, self.hidden.shape[1])
+        hidden[: len(rows)] = self.hidden[rows]
         self.hidden = hidden
-        self.at = [self.at[place] for place in places] + [None] * (rows - len(places))
-        return places
+        self.at = [self.at[row] for row in rows] + [None] * (n_rows - len(rows))
+        return rows
 
-    def fill(self, places):
-        """Run the ids of the Sequences at these places through the model, equal ones once, the longest first."""
-        first = {}  # ids -> the place that they are run at
-        for place in sorted(places, key=lambda place: -len(self.at[place].ids)):
-            first.setdefault(tuple(self.at[place].ids), place)
+    def fill(self, rows):
+        """Run the ids of the Sequences at these rows through the model, equal ones once, the longest first."""
+        first = {}  # ids -> the row that they are run at
+        for row in sorted(rows, key=lambda row: -len(self.at[row].ids)):
+            first.setdefault(tuple(self.at[row].ids), row)
         todo = list(first.items())
         while todo:
             count = max(1, self.prefill_budget // len(todo[0][0]))
             contexts, theirs = zip(*todo[:count], strict=True)
             self.hidden[list(theirs)] = self.model.prefill(contexts, self.cache, theirs)
             todo = todo[count:]
-        for place in places:
-            source = first[tuple(self.at[place].ids)]
-            if source != place:
-                self.cache.copy_row(source, place)
-                self.hidden[place] = self.hidden[source]
+        for row in rows:
+            source = first[tuple(self.at[row].ids)]
+            if source != row:
+                self.cache.copy_row(source, row)
+                self.hidden[row] = self.hidden[source]
 
     def draw_next(self):
-        """Draw the next token of every place, a free one too: its token is looked at by nobody."""
-        logits = self.model.logits(self.hidden, self.temperature)  # [places, V]
+        """Draw the next token of every row, a free one too: its token is looked at by nobody."""
+        logits = self.model.logits(self.hidden, self.temperature)  # [rows, V]
         indices = [0 if sequence is None else sequence.index for sequence in self.at]
         counts = [0 if sequence is None else self.count(sequence) for sequence in self.at]
         self.tokens = logits.argmax(-1) if self.greedy else draw(logits, self.uniforms[indices, counts])
@@ -652,22 +648,22 @@ class Batch:
         return at_limit or len(self.drawn) == self.collect_every
 
     def collect(self):
-        """Write down what was drawn; the Sequences that have ended. Their places are free from here on."""
+        """Write down what was drawn; the Sequences that have ended. Their rows are free from here on."""
         ended = []
-        # [places][draws] each
+        # [rows][draws] each
         tokens, logprobs = (torch.stack(parts, 1).tolist() for parts in zip(*self.drawn, strict=True))
         self.drawn = []
-        for place, sequence in enumerate(self.at):
+        for row, sequence in enumerate(self.at):
             if sequence is None:
                 continue
-            for token, logprob in zip(tokens[place], logprobs[place], strict=True):
+            for token, logprob in zip(tokens[row], logprobs[row], strict=True):
                 sequence.ids.append(token)
                 sequence.logprobs.append(logprob)
                 if token in self.model.stop_ids:
                     break  # what was drawn after it counts for nothing
             if sequence.ids[-1] in self.model.stop_ids or len(sequence.logprobs) == self.max_new_tokens:
                 ended.append(sequence)
-                self.at[place] = None
+                self.at[row] = None
         return ended
 
     def advance(self, waiting):
@@ -681,7 +677,7 @@ class Batch:
         self.hidden = self.model.decode(self.tokens, positions, self.cache, self.slots_for(self.live()))
 
     def make_room(self, waiting):
-        """Let the cache grow with its longest Sequence, and shrink when many places are free.
+        """Let the cache grow with its longest Sequence, and shrink when many rows are free.
 
         Where growing would be over the budget, the Sequences with the fewest tokens step back. They wait,
         and go on later by prefilling what they have.

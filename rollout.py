@@ -36,13 +36,13 @@ from agents import (
     digest,
     extend,
     extract_program,
-    handed_on,
+    handed_values,
     missing_files,
     parse_json,
-    passed_on,
     render,
     require,
     shown_observation,
+    visible_reply,
 )
 from judge import GRADERS, Case, Failure, Grade, Verdict, measures
 from model import sample_as_they_end
@@ -165,7 +165,7 @@ def run_episodes(pipeline, models, tokenizer, episodes, coach, sandbox, sampling
             for turn in range(agent.max_actions):
                 if turn > 0:
                     acting = [episode for episode in acting if may_act_again(agent, episode)]
-                acting, contexts = next_contexts(pipeline, agent, turn, acting, tokenizer, sampling)
+                acting, contexts = next_contexts(pipeline, agent, turn, acting, tokenizer, sampling, sandbox.limits)
                 # sample; the program of a reply runs while others are still being written
                 finishing = {}  # index of an episode -> Future of its case
                 model = models[agent.name]
@@ -231,13 +231,14 @@ def may_act_again(agent, episode):
     return failed or len(missing_files(agent.must_write, episode.files)) > 0
 
 
-def next_contexts(pipeline, agent, turn, episodes, tokenizer, sampling):
+def next_contexts(pipeline, agent, turn, episodes, tokenizer, sampling, limits):
     """(episodes that go on, the context of each). One over the limit ends: to cut would hide what the agent missed."""
     acting, contexts = [], []
     limit = sampling.max_context_tokens
+    allowed = dict(max_new_tokens=str(sampling.max_new_tokens), program_seconds=f"{limits.timeout:g}")
     for episode in episodes:
-        handed = handed_on(pipeline, episode.problem, episode.actions, episode.files)
-        episode.handed = handed | {"max_new_tokens": str(sampling.max_new_tokens)}
+        handed = handed_values(pipeline, episode.problem, episode.actions, episode.files)
+        episode.handed = handed | allowed
         context = next_context(agent, episode, turn, tokenizer, sampling)
         if len(context) > limit:
             episode.error = f"{agent.name}'s context has {len(context)} tokens, over {limit}"
@@ -301,7 +302,7 @@ def finish_action(pipeline, agent, episode, sandbox):
         problem=episode.problem,
         agent=agent,
         handed=episode.handed,
-        reply=passed_on(pipeline, action.text),
+        reply=visible_reply(pipeline, action.text),
         observation=action.observation,
         status=action.status,
         grade=grade if agent.coach_sees_truth else None,

@@ -851,8 +851,8 @@ def demonstration_ids(tokenizer, demonstration):
         return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
 
     context = agents.render(tokenizer, demonstration.agent, demonstration.values)
-    for turn in demonstration.turns:
-        context = agents.extend(tokenizer, context, completion_of(turn.reply), turn.observation)
+    for action in demonstration.earlier:
+        context = agents.extend(tokenizer, context, completion_of(action.reply), action.observation)
     return context, completion_of(demonstration.reply)
 
 
@@ -1320,7 +1320,7 @@ def held_out_figures(run, models, step, interruptible=contextlib.nullcontext):
         run.log("evaluations.jsonl", [dict(step=step) | figures])
     if rank() == 0:
         when = {0: "before", config.steps: "after"}.get(step, f"at step {step} of")
-        print(f"held-out {run.pipeline.success} {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
+        print(f"held-out {run.pipeline.success_name} {when} training: {100 * figures['accuracy']:.1f}%", flush=True)
     return figures
 
 
@@ -1336,8 +1336,8 @@ def report(run, before, after):
     config = run.config
     if after:
         print(f"\n{len(run.held_out)} held-out problems, {config.eval_samples} samples each")
-        print_summary("before", before, run.pipeline.success)
-        print_summary("after ", after, run.pipeline.success)
+        print_summary("before", before, run.pipeline.success_name)
+        print_summary("after ", after, run.pipeline.success_name)
     print(f"every action, its score and the reason: {config.out}/episodes.jsonl; curves: {config.out}/metrics.jsonl")
     print(f"compare again, on other samples: python eval.py --run {config.out} --seed 1")
 

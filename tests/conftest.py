@@ -100,6 +100,14 @@ class Endpoint(ThreadingHTTPServer):
         return self.answer(request.body["messages"])
 
 
+def api(endpoint, host="127.0.0.1", path="/v1", **options):
+    """A coach behind an Endpoint."""
+    from judge import ApiModel
+
+    options = dict(key="sk-SECRET", concurrency=1) | options
+    return ApiModel(f"http://{host}:{endpoint.server_port}{path}", "m", **options)
+
+
 class Scripted(BaseHTTPRequestHandler):
     """Answers one request as the script of its Endpoint says."""
 

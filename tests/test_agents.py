@@ -27,8 +27,8 @@ def tokenizer():
 def texts_of(demonstration):
     """All texts that a demonstration is made of."""
     prompt = demonstration.agent.prompt.format(**demonstration.values)
-    turns = [text for turn in demonstration.turns for text in (turn.reply, turn.observation)]
-    return [prompt, demonstration.reply, *turns]
+    earlier = [text for action in demonstration.earlier for text in (action.reply, action.observation)]
+    return [prompt, demonstration.reply, *earlier]
 
 
 # ---- The miniatures' problems ----------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_answers_never_enter_a_workspace():
     for problem in TABLES.problems("held-out")[:20]:
         assert set(problem.files) == {"train.csv", "test.csv"}
         train, test = problem.files["train.csv"], problem.files["test.csv"]
-        ids = [line.split(b",")[0] for line in problem.answer_key.answers.splitlines()[1:]]
+        ids = [line.split(b",")[0] for line in problem.answer_key.csv.splitlines()[1:]]
         [target] = problem.answer_key.targets
         assert len(ids) == 40
         assert target.encode() not in test
@@ -198,7 +198,7 @@ def test_an_agent_cannot_write_special_tokens_into_anothers_prompt(tokenizer):
 
 @dataclass
 class Said:
-    """What handed_on() reads of an action."""
+    """What handed_values() reads of an action."""
 
     agent: str
     text: str
@@ -208,7 +208,8 @@ class Said:
 def test_mathchat_shows_each_agent_what_the_paper_says():
     """The Verifier sees the problem, the Coder's last action and its tool result, and not the Solver's text."""
     actions = [Said("Solver", "SOLVED"), Said("Coder", "FIRST", "ERROR"), Said("Coder", "SECOND", "OUTPUT")]
-    values = agents.handed_on(MATHCHAT, Problem("1", "PROBLEM", "TRUTH"), actions) | {"max_new_tokens": "4096"}
+    values = agents.handed_values(MATHCHAT, Problem("1", "PROBLEM", "TRUTH"), actions)
+    values |= {"max_new_tokens": "4096", "program_seconds": "30"}
     solver, coder, verifier = MATHCHAT.agents
     assert solver.prompt.format(**values) == "PROBLEM"
     assert "SOLVED" in coder.prompt.format(**values)

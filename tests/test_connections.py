@@ -15,7 +15,7 @@ import conftest
 import pytest
 import torch
 import transformers
-from conftest import as_they_end
+from conftest import api, as_they_end
 
 import agents
 import eval
@@ -24,7 +24,7 @@ import model
 import rollout
 import train
 from agents import ARITHMETIC, MATHCHAT, Agent, FileEntry, Pipeline, Problem, Result, Sandbox
-from judge import ApiModel, Case, Failure, Grade, LocalModel, Verdict
+from judge import Case, Failure, Grade, LocalModel, Verdict
 from model import Completion, tiny, tiny_tokenizer, token_logprobs
 from rollout import Action, Episode, Sampling, make_episodes, record, run_episodes
 from train import Config, Policy, ShardedAdamW, TrainedAction
@@ -61,6 +61,8 @@ class ScriptedSampler:
 
 class ScriptedSandbox:
     """Stands in for the sandbox. A program fails if it says so, and leaves the file that it names after "write"."""
+
+    limits = agents.Limits()
 
     def __init__(self):
         self.files = {}  # workspace -> names
@@ -579,11 +581,6 @@ def case_of(problem=SUM, grade=None):
     return Case(MATHCHAT, problem, MATHCHAT.agents[1], handed, "It is 7.", "7", "ok", grade)
 
 
-def api(endpoint, host="127.0.0.1", **options):
-    """A coach behind the endpoint."""
-    return ApiModel(f"http://{host}:{endpoint.server_port}/v1", "m", **dict(key="", concurrency=1) | options)
-
-
 QUESTION = [{"role": "user", "content": "?"}]
 
 
@@ -1017,7 +1014,7 @@ def leaks(text, problem):
     """Does a text hold the truth of a problem? Of a data task: the id and the value of a test row in one line."""
     if problem.answer_key is None:
         return any(secret in text for secret in (problem.answer, problem.solution))
-    truths = dict(row.split(",") for row in problem.answer_key.answers.decode().splitlines()[1:])
+    truths = dict(row.split(",") for row in problem.answer_key.csv.decode().splitlines()[1:])
     rows = [re.split(r"[\s,]+", row.strip()) for row in text.splitlines()]
     return any(cell in truths and truths[cell] in row for row in rows for cell in row)
 
@@ -1048,7 +1045,7 @@ def test_no_agent_can_find_the_truth(monkeypatch, pipeline):
     if pipeline.graded_by == "submission":
         last = episodes[0].actions[-1]
         assert "test.csv" in last.observation and "train.csv" in text_of(last.context_ids)
-        assert leaks(problems[0].answer_key.answers.decode(), problems[0]), "the check cannot fail"
+        assert leaks(problems[0].answer_key.csv.decode(), problems[0]), "the check cannot fail"
 
 
 # ---- Going on ------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_attacks_are_contained_reported_and_the_run_goes_on(monkeypatch, sandbox
     """
     problem = load_problems(data / "tasks.json", DataOptions(str(data)))[1]
     problems = [replace(problem, id=attack.name) for attack in ATTACKS]
-    answers = problem.answer_key.answers
+    answers = problem.answer_key.csv
     owned = Path(tempfile.gettempdir(), f"owned-{os.getpid()}")  # a place where everybody may write
     honest = len(ATTACKS) - 1  # episodes that go on
     script = []
@@ -304,6 +304,8 @@ class Meeting:
     A batch is sampled to its end only when the programs of the batch before have run, and these run to their end only
     when its sampling has begun. If either side waited for the other one before that, both would wait in vain.
     """
+
+    limits = agents.Limits()
 
     def __init__(self, tokenizer, batches):
         self.tokenizer = tokenizer
@@ -544,7 +546,7 @@ def test_cleaned_texts_are_used_where_they_fit_the_data(data, tmp_path):
     assert problem.question == "Clean.\n\nsubmission.csv must have exactly these columns: id, target."
     assert problem.kind == "regression"
     answers = data / "diabetes" / "answers" / "test_answer.csv"
-    assert asdict(problem.answer_key) == dict(id_column="id", targets=("target",), answers=answers)
+    assert asdict(problem.answer_key) == dict(id_column="id", targets=("target",), csv=answers)
     assert answers.exists()
 
 
@@ -557,7 +559,7 @@ def test_a_regression_of_words_is_a_classification(tmp_path):
     (tmp_path / "w.json").write_text(task_line("w", "regression", "?", answer_dir="w/other"))
     [problem] = load_problems(tmp_path / "w.json", DataOptions(str(tmp_path)))
     assert problem.kind == "classification"
-    assert problem.answer_key.answers == tmp_path / "w" / "other" / "any.csv"
+    assert problem.answer_key.csv == tmp_path / "w" / "other" / "any.csv"
 
 
 BROKEN_ANSWERS = [

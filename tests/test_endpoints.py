@@ -5,18 +5,12 @@ import time
 from email.utils import formatdate
 
 import pytest
-from conftest import Status
+from conftest import Status, api
 
 import judge
 import train
 from agents import InputError
 from judge import ApiModel, Failure, example_case
-
-
-def api(endpoint, path="/v1", **options):
-    """A coach behind the endpoint."""
-    options = dict(key="sk-SECRET", concurrency=1) | options
-    return ApiModel(f"http://127.0.0.1:{endpoint.server_port}{path}", "m", **options)
 
 
 def judged(coach):
@@ -90,7 +84,7 @@ SERVERS = {
 def test_each_server_judges(endpoint, server):
     """Symptom: a coach that answers others has no verdict here. Guard: the probe finds out what it wants, once."""
     endpoint.respond, path = SERVERS[server]
-    coach = api(endpoint, path)
+    coach = api(endpoint, path=path)
     verdict = judged(coach)
     assert (verdict.score, verdict.reason) == (8.0, "Sound.")
     tries = 3 if server == "OpenAI's o-series" else 1
@@ -112,7 +106,7 @@ PATHS = [
 @pytest.mark.parametrize("path, asked", PATHS)
 def test_an_address_is_used_as_it_is_given(endpoint, path, asked):
     """Symptom: 404, although the address is right. Cause: /v1 is put behind addresses that end otherwise."""
-    api(endpoint, path).probe()
+    api(endpoint, path=path).probe()
     assert [request.path for request in endpoint.seen] == [asked]
 
 
@@ -146,7 +140,7 @@ def test_a_coach_that_cannot_judge_stops_a_run_at_its_start(endpoint, entry, wor
     """
     endpoint.respond = lambda request: entry
     with pytest.raises(InputError, match=re.escape(words)) as error:
-        api(endpoint, "/api/v2").probe()
+        api(endpoint, path="/api/v2").probe()
     assert f"(asked at http://127.0.0.1:{endpoint.server_port}/api/v2/chat/completions)" in str(error.value)
     assert "SECRET" not in str(error.value)
 

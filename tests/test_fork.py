@@ -54,7 +54,7 @@ LETTERS = Pipeline(
     agents=(Agent("Caller", "{problem}"), Agent("Echo", "{Caller}", coach_sees_truth=True)),
     graded_by="letters",
     show_result=agents.show_output,
-    success="success",
+    success_name="success",
     problems=letter_problems,
 )
 NAMES = ("Caller", "Echo")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Status
+from conftest import Status, api
 
 import agents
 import judge
@@ -61,10 +61,10 @@ def test_each_agent_is_judged_for_its_own_job(agent, reply, handed, observation,
 
 def test_garbling_is_worse_than_passing_on():
     """The same wrong final answer costs the Verifier little if its input was wrong already."""
-    passed_on = verdict(VERIFIER, "\\boxed{5}", {"Coder_output": "5"})
+    visible_reply = verdict(VERIFIER, "\\boxed{5}", {"Coder_output": "5"})
     garbled = verdict(VERIFIER, "\\boxed{5}", {"Coder_output": "19"})
-    assert passed_on.score > garbled.score
-    assert passed_on.opinion is False
+    assert visible_reply.score > garbled.score
+    assert visible_reply.opinion is False
     assert garbled.opinion is False
 
 
@@ -422,11 +422,6 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(judge, "time", clock)
     return clock
-
-
-def api(endpoint, **options):
-    options = dict(key="sk-SECRET", concurrency=4) | options
-    return ApiModel(f"http://127.0.0.1:{endpoint.server_port}/v1", "m", **options)
 
 
 @pytest.mark.parametrize("trouble", [429, 500, 503, "nothing", "half", "hang"])

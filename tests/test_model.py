@@ -398,7 +398,9 @@ def test_tokens_do_not_depend_on_the_room_for_them(tiny, monkeypatch, rows, cach
     uniforms = draws(len(RAGGED), 70, seed=3)
     expected = [model.sample(network, [c], u[None], 70)[0] for c, u in zip(RAGGED, uniforms, strict=True)]
     sizes = []
-    watch_decoding(monkeypatch, lambda tokens, positions, cache, seen: sizes.append((cache.rows, cache.slots)))
+    watch_decoding(
+        monkeypatch, lambda tokens, positions, cache, seen: sizes.append((cache.layers[0].shape[1], cache.slots))
+    )
     places = list(range(len(RAGGED)))[:: -1 if order == "reversed" else 1]
     limits = dict(rows=rows, prefill_budget=20)
     if cache_slots:

@@ -153,7 +153,8 @@ def test_the_truth_is_shown_for_marked_agents_only(play):
     assert [case.agent.name for case in coach.cases] == ["Solver", "Coder", "Verifier"]
     assert solver.grade is None and coder.grade is None and verifier.grade == Grade(True, 1.0, answer="19")
     assert [case.shows_answer for case in coach.cases] == [False, False, True]
-    assert solver.handed == {"problem": PROBLEM.question, "max_new_tokens": "32"} and coder.handed["Solver"] == "12+7"
+    limits = {"max_new_tokens": "32", "program_seconds": "60"}  # of this run, not of a preset
+    assert solver.handed == {"problem": PROBLEM.question} | limits and coder.handed["Solver"] == "12+7"
     assert (coder.reply, coder.observation, coder.status) == (GOOD, "19", "ok")
 
 

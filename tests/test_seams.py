@@ -230,7 +230,7 @@ def test_a_further_turn_shows_the_files_that_are_there_now():
     tokenizer = tiny_tokenizer(TABLES.pieces)
     agent = TABLES.agents[0]
     episode = Episode(0, Problem("p", "yield, id key"), 0, files=(FileEntry("X_train.npy", 9, ""),))
-    episode.handed = agents.handed_on(TABLES, episode.problem, [], episode.files)
+    episode.handed = agents.handed_values(TABLES, episode.problem, [], episode.files)
     context = agents.render(tokenizer, agent, episode.handed)
     episode.actions.append(Action("Engineer", 0, context, [tokenizer.eos_token_id], [0.0], False, "", "ok", "ok"))
     following = rollout.next_context(agent, episode, 1, tokenizer, Sampling(("t",)))
@@ -252,6 +252,8 @@ def test_every_part_of_an_actions_identity_changes_its_draws(monkeypatch):
         return [Completion(broken, [-1.0] * len(broken), False) for _ in contexts]
 
     class Sandbox:
+        limits = agents.Limits()
+
         def make_workspace(self, files):
             return "nowhere"
 
@@ -345,7 +347,7 @@ def test_a_program_that_answered_nothing_was_still_run():
     """
     assert agents.shown_observation("") == "" and agents.shown_observation(None) == "no program was run"
     action = Action("Coder", 0, [1], [2], [-1.0], False, "text", observation="")
-    assert agents.handed_on(ARITHMETIC, Problem("p", "q"), [action])["Coder_output"] == ""
+    assert agents.handed_values(ARITHMETIC, Problem("p", "q"), [action])["Coder_output"] == ""
 
 
 def test_a_coach_can_be_shown_any_role_and_prompt_that_an_agent_can_have():
